@@ -1,0 +1,23 @@
+"""What every test leans on: the CPU backend, and the real models by name."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # before anything imports jax
+
+from pathlib import Path
+
+import pytest
+
+from jaxinfer.weights.fetch import resolve_model
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """SmolLM2 135M Instruct's GGUF file, fetched where it is not in the cache."""
+    return resolve_model("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def gemma3_gguf() -> Path:
+    """Gemma 3 270M's GGUF file, fetched where it is not in the cache."""
+    return resolve_model("gemma3-270m")
