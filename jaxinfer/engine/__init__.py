@@ -1,0 +1,1 @@
+"""Where host and device meet: submit, step, stream."""
