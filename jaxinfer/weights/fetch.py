@@ -103,9 +103,9 @@ def default_cache_dir() -> Path:
 
 def _local_model(name: str) -> Path:
     path = Path(name).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    if name and (path.is_dir() or (path.is_file() and path.suffix == ".gguf")):
         return path
-    if path.exists():
+    if path.is_file():
         raise FetchError(f"model file {name!r} is not a .gguf file: give the folder for safetensors or Orbax")
     registered = [known for model in REGISTRY for known in (model.name, *model.aliases)]
     close = difflib.get_close_matches(name.lower(), registered, n=3)

@@ -51,18 +51,18 @@ def fetch_snapshot(name: str, *, cache_dir: Path | None = None) -> Path:
 def _download(name: str, repo: str, revision: str | None, cache_dir: Path | None) -> Path:
     """Returns the snapshot's folder, with the hub's errors in words that say what to do."""
     try:
-        import huggingface_hub as hub
-        from huggingface_hub import errors
+        from huggingface_hub import constants, errors, snapshot_download
+        from huggingface_hub.utils import disable_progress_bars
     except ImportError as error:
         raise FetchError(
             f"{name} needs huggingface_hub: install the extra, pip install 'jaxinfer[hub]'"
         ) from error
     if not sys.stderr.isatty():
-        hub.utils.disable_progress_bars()
+        disable_progress_bars()
     # Read here because huggingface_hub reads it once, when something first imports it.
-    endpoint = os.environ.get("HF_ENDPOINT") or hub.constants.ENDPOINT
+    endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
     try:
-        folder = hub.snapshot_download(
+        folder = snapshot_download(
             repo,
             revision=revision,
             cache_dir=cache_dir,
