@@ -1,0 +1,116 @@
+"""The KV cache: pages of Z tokens, one pytree, written in place.
+
+Layout of a stack of l layers: ``k`` and ``v`` are ``[l, P, Z, K, H]``. A row of a batch owns a list of page ids; token
+``i`` of the row lies in page ``pages[i // Z]`` at offset ``i % Z``. Only this module and the attention kernels know
+the layout, so that other page formats change nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxinfer.arrays.precision import Policy
+from jaxinfer.config import ModelConfig
+
+
+@struct.dataclass
+class Pages:
+    """KV pages of one stack of l layers.
+
+    Attributes:
+      k: ``[l, P, Z, K, H]`` keys, rotated.
+      v: ``[l, P, Z, K, H]`` values.
+    """
+
+    k: jax.Array
+    v: jax.Array
+
+    @property
+    def num_pages(self) -> int:
+        """P, pages a layer."""
+        return self.k.shape[1]
+
+    @property
+    def page_size(self) -> int:
+        """Z, tokens a page."""
+        return self.k.shape[2]
+
+
+KVCache = tuple[Pages, ...]
+
+
+def cache_shapes(cfg: ModelConfig, policy: Policy, stacks: Sequence[int], num_pages: int, page_size: int) -> KVCache:
+    """Returns the cache as abstract arrays, one `Pages` a layer stack.
+
+    Args:
+      cfg: the model.
+      policy: names the format of pages.
+      stacks: layers in each stack, summing to L.
+      num_pages: P, pages that every layer has.
+      page_size: Z, tokens a page.
+    """
+    a = cfg.attention
+
+    def pages(size: int) -> Pages:
+        shape = jax.ShapeDtypeStruct((size, num_pages, page_size, a.num_kv_heads, a.head_dim), policy.kv_dtype)
+        return Pages(shape, shape)
+
+    return tuple(pages(size) for size in stacks)
+
+
+def init_cache(cfg: ModelConfig, policy: Policy, stacks: Sequence[int], num_pages: int, page_size: int) -> KVCache:
+    """Returns a cache of zeros; arguments as for `cache_shapes`."""
+    shapes = cache_shapes(cfg, policy, stacks, num_pages, page_size)
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+
+def page_bytes(cfg: ModelConfig, policy: Policy, page_size: int) -> int:
+    """Returns the bytes that one page takes over all layers: ``2 L Z K H`` numbers."""
+    a = cfg.attention
+    return 2 * cfg.num_layers * page_size * a.num_kv_heads * a.head_dim * policy.kv_dtype.itemsize
+
+
+def token_slots(pages: jax.Array, start: jax.Array, length: jax.Array, num_tokens: int, cache: Pages) -> jax.Array:
+    """Returns where the tokens of a block lie in a layer's pages, flattened to ``P * Z`` slots.
+
+    Args:
+      pages: ``[B, W]`` page ids of each row.
+      start: ``[B]`` position of the block's first token.
+      length: ``[B]`` tokens of the block that count; the rest is padding.
+      num_tokens: T, tokens a row of the block.
+      cache: says P and Z.
+
+    Returns:
+      ``[B, T]`` int32; padding and page ids outside ``[0, P)`` give ``P * Z``, which a write drops.
+    """
+    steps = jnp.arange(num_tokens, dtype=jnp.int32)
+    position = start[:, None] + steps
+    column = position // cache.page_size
+    page = jnp.take_along_axis(pages, column, axis=1, mode="fill", fill_value=-1)
+    valid = (steps < length[:, None]) & (page >= 0) & (page < cache.num_pages)
+    slot = page * cache.page_size + position % cache.page_size
+    return jnp.where(valid, slot, cache.num_pages * cache.page_size)
+
+
+def write_pages(cache: Pages, layer: jax.Array | int, slots: jax.Array, k: jax.Array, v: jax.Array) -> Pages:
+    """Writes new keys and values of one layer into their pages.
+
+    Args:
+      cache: the stack's pages; consumed (donate it to update in place).
+      layer: index of the layer in its stack.
+      slots: ``[M]`` from `token_slots`; out of range is dropped, never clamped onto a live page.
+      k: ``[M, K, H]`` keys. v: ``[M, K, H]`` values.
+
+    Returns:
+      The pages after the write.
+    """
+
+    def write(pool: jax.Array, new: jax.Array) -> jax.Array:
+        flat = pool.reshape(pool.shape[0], -1, *pool.shape[3:])
+        return flat.at[layer, slots].set(new.astype(pool.dtype), mode="drop").reshape(pool.shape)
+
+    return Pages(write(cache.k, k), write(cache.v, v))

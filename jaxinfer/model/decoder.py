@@ -1,0 +1,280 @@
+"""One decoder for every family: which parameters it has, and the pass of a stream of tokens through its layers.
+
+A forward runs several row blocks together (law 6): dense layers see all tokens as one stream ``[M, D]``, attention
+runs a block ``[B, T]`` at a time. Layers are a tuple of stacks, each scanned over its leading axis (law 7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxinfer.arrays.precision import Policy
+from jaxinfer.arrays.quant import einsum
+from jaxinfer.arrays.specs import ParamSpec
+from jaxinfer.config import LayerKind, ModelConfig
+from jaxinfer.kernels.attention.api import paged_attention
+from jaxinfer.model.cache import KVCache, Pages, token_slots, write_pages
+from jaxinfer.model.layers import mlp, norm, project_out, project_qkv, softcap
+from jaxinfer.model.moe import moe
+from jaxinfer.model.rope import apply_rope, inv_freq, rotary
+
+
+@struct.dataclass
+class Block:
+    """Rows of tokens that attend together: ``T = 1`` decodes, more is a prefill chunk.
+
+    Attributes:
+      tokens: ``[B, T]`` int32 ids.
+      start: ``[B]`` position of each row's first token; earlier positions are in the cache.
+      length: ``[B]`` tokens that count, 0 for a padding row.
+      pages: ``[B, W]`` page ids of each row, enough for ``start + length`` tokens; the rest may hold anything
+        outside ``[0, P)``.
+    """
+
+    tokens: jax.Array
+    start: jax.Array
+    length: jax.Array
+    pages: jax.Array
+
+
+@dataclass(frozen=True)
+class Static:
+    """What a step is compiled for: everything that is not an array.
+
+    Attributes:
+      cfg: the model. policy: number formats. attention: a name from `kernels.attention`.
+      context: longest sequence in tokens that the run serves; rope kinds that stretch by length read it.
+    """
+
+    cfg: ModelConfig
+    policy: Policy
+    attention: str = "blocked"
+    context: int | None = None
+
+
+def layer_specs(cfg: ModelConfig, kind: LayerKind) -> dict[str, Any]:
+    """Returns the parameter descriptions of one layer, by room: attn, mlp or moe, norms."""
+    D, a, m = cfg.d_model, cfg.attention, cfg.mlp
+    N, K, H = a.num_heads, a.num_kv_heads, a.head_dim
+    heads = {"q": (N, "heads"), "k": (K, "kv_heads"), "v": (K, "kv_heads")}
+    attn = {name: ParamSpec((D, n, H), ("embed", axis, None)) for name, (n, axis) in heads.items()}
+    attn["o"] = ParamSpec((N, H, D), ("heads", None, "embed"))
+    if a.qkv_bias:
+        attn |= {f"{name}_bias": ParamSpec((n, H), (axis, None), "bias") for name, (n, axis) in heads.items()}
+    if a.out_bias:
+        attn["o_bias"] = ParamSpec((D,), ("embed",), "bias")
+    for name in ("q", "k") if a.qk_norm != "none" else ():
+        n, axis = heads[name]
+        full = a.qk_norm == "full"
+        attn[f"{name}_norm"] = ParamSpec((n, H) if full else (H,), (axis, None) if full else (None,), "norm")
+    scale = {"scale": ParamSpec((D,), ("embed",), "norm")}
+    one_norm = scale | ({"bias": ParamSpec((D,), ("embed",), "bias")} if cfg.norm.kind == "layer" else {})
+    places = [p for p, there in (("pre", cfg.norm.pre), ("post", cfg.norm.post)) if there]
+    norms = {f"{place}_{part}": dict(one_norm) for place in places for part in ("attn", "mlp")}
+    return {"attn": attn, **({"moe": _moe_specs(cfg)} if kind.moe else {"mlp": _mlp_specs(cfg)}), "norms": norms}
+
+
+def _mlp_specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
+    D, F, m = cfg.d_model, cfg.mlp.ffn_dim, cfg.mlp
+    specs = {"up": ParamSpec((D, F), ("embed", "ffn")), "down": ParamSpec((F, D), ("ffn", "embed"))}
+    if m.gated:
+        specs["gate"] = specs["up"]
+    if m.bias:
+        specs |= {f"{n}_bias": ParamSpec((s.shape[-1],), (s.axes[-1],), "bias") for n, s in list(specs.items())}
+    return specs
+
+
+def _moe_specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
+    D, E, F = cfg.d_model, cfg.mlp.num_experts, cfg.mlp.expert_dim
+    up = ParamSpec((E, D, F), ("experts", "embed", "ffn"))
+    down = ParamSpec((E, F, D), ("experts", "ffn", "embed"))
+    return {"router": ParamSpec((D, E), ("embed", None), "router"), "gate": up, "up": up, "down": down}
+
+
+def param_specs(cfg: ModelConfig) -> dict[str, Any]:
+    """Returns the description of every parameter, layer by layer: the tree that all else is mapped from."""
+    D, V = cfg.d_model, cfg.vocab_size
+    embed = {"tokens": ParamSpec((V, D), ("vocab", "embed"), "embedding")}
+    if cfg.learned_positions:
+        embed["positions"] = ParamSpec((cfg.max_len, D), (None, "embed"), "embedding")
+    final = {"scale": ParamSpec((D,), ("embed",), "norm")}
+    if cfg.norm.kind == "layer":
+        final["bias"] = ParamSpec((D,), ("embed",), "bias")
+    specs: dict[str, Any] = {
+        "embed": embed,
+        "layers": tuple(layer_specs(cfg, kind) for kind in cfg.layers),
+        "final_norm": final,
+    }
+    if not cfg.tied:
+        specs["head"] = {"w": ParamSpec((D, V), ("embed", "vocab"), "head")}
+    return specs
+
+
+def stack_sizes(cfg: ModelConfig, size: int) -> tuple[int, ...]:
+    """Returns how many layers each stack holds: at most ``size``, and only layers of one structure together.
+
+    Args:
+      cfg: the model.
+      size: 1 unrolls, L makes one scan.
+    """
+    sizes: list[int] = []
+    for i, kind in enumerate(cfg.layers):
+        if sizes and sizes[-1] < size and kind.moe == cfg.layers[i - 1].moe:
+            sizes[-1] += 1
+        else:
+            sizes.append(1)
+    return tuple(sizes)
+
+
+def stack_layers(params: dict[str, Any], sizes: Sequence[int]) -> dict[str, Any]:
+    """Returns the parameters with ``layers`` gathered into ``stacks``, each leaf with a leading layer axis.
+
+    Args:
+      params: tree of `param_specs`; consumed (its layers are released as they are stacked).
+      sizes: layers in each stack, from `stack_sizes`.
+    """
+    layers = list(params.pop("layers"))
+    stacks = []
+    for size in sizes:
+        group = [layers.pop(0) for _ in range(size)]
+        stacks.append(jax.tree.map(lambda *leaves: leaves[0][None] if size == 1 else jnp.stack(leaves), *group))
+    return {**params, "stacks": tuple(stacks)}
+
+
+def embed(params: dict[str, Any], static: Static, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+    """Returns the stream ``[M, D]`` of token ids ``[M]`` at ``positions [M]``, in the compute format."""
+    cfg, dtype = static.cfg, static.policy.compute_dtype
+    x = jnp.take(params["embed"]["tokens"], tokens, axis=0, mode="clip").astype(dtype)
+    if cfg.embed_scale != 1.0:
+        x = x * jnp.asarray(cfg.embed_scale, dtype)
+    if cfg.learned_positions:
+        x = x + jnp.take(params["embed"]["positions"], positions, axis=0, mode="clip").astype(dtype)
+    return x
+
+
+def unembed(params: dict[str, Any], static: Static, x: jax.Array) -> jax.Array:
+    """Returns float32 logits ``[M, V]`` of the normed stream ``x [M, D]``."""
+    spec, w = ("md,vd->mv", params["embed"]["tokens"]) if static.cfg.tied else ("md,dv->mv", params["head"]["w"])
+    return softcap(einsum(spec, x, w, static.policy, jnp.dtype(jnp.float32)), static.cfg.final_softcap)
+
+
+def forward(
+    params: dict[str, Any], cache: KVCache, blocks: Sequence[Block], static: Static
+) -> tuple[jax.Array, KVCache]:
+    """Runs row blocks through the decoder, writing their keys and values into the cache.
+
+    Args:
+      params: tree with ``stacks`` (`stack_layers`).
+      cache: pages; consumed.
+      blocks: rows to run; their tokens form one stream of ``M = sum(B * T)`` rows.
+      static: what the step is compiled for.
+
+    Returns:
+      The normed stream ``[M, D]``, block after block, rows of a block in order, and the cache.
+    """
+    cfg = static.cfg
+    spans = [b.start[:, None] + jnp.arange(b.tokens.shape[1], dtype=jnp.int32) for b in blocks]
+    positions = jnp.concatenate([s.reshape(-1) for s in spans])
+    x = embed(params, static, jnp.concatenate([b.tokens.reshape(-1) for b in blocks]), positions)
+    tables = [rotary(positions, *inv_freq(rope, static.context)) for rope in cfg.ropes]
+    done = 0
+    new_cache = []
+    for stack, pages in zip(params["stacks"], cache, strict=True):
+        size = pages.k.shape[0]
+        kinds = cfg.layers[done : done + size]
+        x, pages = _run_stack(x, stack, pages, kinds, blocks, tables, static)
+        new_cache.append(pages)
+        done += size
+    return norm(x, params["final_norm"], cfg.norm), tuple(new_cache)
+
+
+def _run_stack(
+    x: jax.Array,
+    stack: dict[str, Any],
+    pages: Pages,
+    kinds: Sequence[LayerKind],
+    blocks: Sequence[Block],
+    tables: list[tuple[jax.Array, jax.Array]],
+    static: Static,
+) -> tuple[jax.Array, Pages]:
+    """Runs the layers of one stack: a scan with the cache in its carry, or the layer itself when there is one."""
+    slots = jnp.concatenate([token_slots(b.pages, b.start, b.length, b.tokens.shape[1], pages).reshape(-1) for b in blocks])
+
+    def run(carry, layer, index, window, angles):
+        return _layer(*carry, layer, index, window, angles, blocks, slots, static)
+
+    if len(kinds) == 1:
+        kind = kinds[0]
+        angles = None if kind.rope is None else tables[kind.rope]
+        return run((x, pages), jax.tree.map(lambda leaf: leaf[0], stack), 0, kind.window, angles)
+    windows = None
+    if any(kind.window for kind in kinds):
+        windows = jnp.array([kind.window or 0 for kind in kinds], jnp.int32)
+    ropes = sorted({-1 if kind.rope is None else kind.rope for kind in kinds})
+    choices = _rope_choices(tables, ropes)
+    which = jnp.array([ropes.index(-1 if kind.rope is None else kind.rope) for kind in kinds], jnp.int32)
+
+    def body(carry, layer_in):
+        layer, index, window, rope = layer_in
+        angles = None if choices is None else jax.tree.map(lambda t: t[rope], choices)
+        return run(carry, layer, index, window, angles), None
+
+    (x, pages), _ = jax.lax.scan(body, (x, pages), (stack, jnp.arange(len(kinds)), windows, which))
+    return x, pages
+
+
+def _rope_choices(tables: list[tuple[jax.Array, jax.Array]], ropes: Sequence[int]):
+    """Returns the cos and sin tables that a stack's layers choose from, stacked; -1 rotates by nothing."""
+    if ropes == [-1]:
+        return None
+    like = tables[max(ropes)]
+    still = (jnp.ones_like(like[0]), jnp.zeros_like(like[1]))
+    return jax.tree.map(lambda *t: jnp.stack(t), *[still if r < 0 else tables[r] for r in ropes])
+
+
+def _layer(
+    x: jax.Array,
+    pages: Pages,
+    p: dict[str, Any],
+    index: jax.Array | int,
+    window: jax.Array | int | None,
+    angles: tuple[jax.Array, jax.Array] | None,
+    blocks: Sequence[Block],
+    slots: jax.Array,
+    static: Static,
+) -> tuple[jax.Array, Pages]:
+    """Runs one layer over the stream ``x [M, D]``."""
+    cfg, policy = static.cfg, static.policy
+    norms = p["norms"]
+
+    def before(part: str) -> jax.Array:
+        return norm(x, norms[f"pre_{part}"], cfg.norm) if cfg.norm.pre else x
+
+    def after(part: str, y: jax.Array) -> jax.Array:
+        return norm(y, norms[f"post_{part}"], cfg.norm) if cfg.norm.post else y
+
+    q, k, v = project_qkv(before("attn"), p["attn"], cfg.attention, cfg.norm.eps, policy)
+    if angles is not None:
+        q, k = apply_rope(q, *angles), apply_rope(k, *angles)
+    pages = write_pages(pages, index, slots, k, v)
+    heads = []
+    done = 0
+    for block in blocks:
+        B, T = block.tokens.shape
+        mine = q[done : done + B * T].reshape(B, T, *q.shape[1:])
+        out = paged_attention(
+            static.attention, mine, pages.k, pages.v, index, block.pages, block.start, block.length,
+            scale=cfg.attention.scale, window=window, softcap=cfg.attention.softcap,
+        )  # fmt: skip
+        heads.append(out.reshape(B * T, *q.shape[1:]))
+        done += B * T
+    x = x + after("attn", project_out(jnp.concatenate(heads), p["attn"], policy))
+    y = before("mlp")
+    y = moe(y, p["moe"], cfg.mlp, policy) if "moe" in p else mlp(y, p["mlp"], cfg.mlp, policy)
+    return x + after("mlp", y), pages

@@ -1,0 +1,85 @@
+"""The parts of a decoder layer, as functions over a stream of tokens ``[M, D]``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.arrays.precision import Policy
+from jaxinfer.arrays.quant import einsum
+from jaxinfer.config import AttentionConfig, MlpConfig, NormConfig
+
+Params = dict[str, jax.Array]
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float, axes: int | tuple[int, ...] = -1) -> jax.Array:
+    """Divides by the root mean square over ``axes`` and scales, in float32; returns the dtype of ``x``.
+
+    Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
+    """
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axes, keepdims=True) + eps)
+    return (y * scale).astype(x.dtype)
+
+
+def norm(x: jax.Array, p: Params, cfg: NormConfig) -> jax.Array:
+    """Normalises ``x [M, D]`` as the model does (`NormConfig.kind`), in float32; returns the dtype of ``x``."""
+    if cfg.kind == "rms":
+        return rms_norm(x, p["scale"], cfg.eps)
+    y = x.astype(jnp.float32)
+    y = y - jnp.mean(y, -1, keepdims=True)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + cfg.eps)
+    return (y * p["scale"] + p["bias"]).astype(x.dtype)
+
+
+def project_qkv(
+    x: jax.Array, p: Params, cfg: AttentionConfig, eps: float, policy: Policy
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns queries ``[M, N, H]``, keys and values ``[M, K, H]``, normalised where the model does, not yet rotated."""
+
+    def project(name: str) -> jax.Array:
+        y = einsum("md,dnh->mnh", x, p[name], policy)
+        if cfg.qkv_bias:
+            y = (y + p[f"{name}_bias"]).astype(y.dtype)
+        if cfg.qk_norm != "none" and name != "v":
+            y = rms_norm(y, p[f"{name}_norm"], eps, -1 if cfg.qk_norm == "head" else (-2, -1))
+        return y
+
+    return project("q"), project("k"), project("v")
+
+
+def project_out(x: jax.Array, p: Params, policy: Policy) -> jax.Array:
+    """Returns ``[M, D]`` from the heads' outputs ``[M, N, H]``."""
+    y = einsum("mnh,nhd->md", x, p["o"], policy)
+    return (y + p["o_bias"]).astype(y.dtype) if "o_bias" in p else y
+
+
+def mlp(x: jax.Array, p: Params, cfg: MlpConfig, policy: Policy) -> jax.Array:
+    """Returns the dense feed-forward block of ``x [M, D]``."""
+    act = ACTIVATIONS[cfg.activation]
+
+    def project(name: str, spec: str, y: jax.Array) -> jax.Array:
+        z = einsum(spec, y, p[name], policy)
+        return (z + p[f"{name}_bias"]).astype(z.dtype) if cfg.bias else z
+
+    up = project("up", "md,df->mf", x)
+    if cfg.gated:
+        gate = project("gate", "md,df->mf", x)
+        hidden = (act(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(x.dtype)
+    else:
+        hidden = act(up.astype(jnp.float32)).astype(x.dtype)
+    return project("down", "mf,fd->md", hidden)
+
+
+def softcap(x: jax.Array, cap: float | None) -> jax.Array:
+    """Returns ``cap * tanh(x / cap)``, or ``x`` when there is no cap."""
+    return x if cap is None else cap * jnp.tanh(x / cap)

@@ -1,0 +1,56 @@
+"""A mixture of experts: a router sends each token to a few of E feed-forward blocks."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.arrays.precision import Policy
+from jaxinfer.config import MlpConfig
+from jaxinfer.model.layers import ACTIVATIONS, Params
+
+
+def route(x: jax.Array, router: jax.Array, cfg: MlpConfig) -> tuple[jax.Array, jax.Array]:
+    """Returns each token's experts and their weights, in float32.
+
+    Args:
+      x: ``[M, D]``. router: ``[D, E]`` float32.
+      cfg: says how many experts a token visits and whether their probabilities are scaled to sum to 1.
+
+    Returns:
+      ``[M, experts_per_token]`` expert ids (int32) and weights (float32).
+    """
+    logits = jnp.einsum("md,de->me", x.astype(jnp.float32), router, precision="highest")
+    weights, experts = jax.lax.top_k(jax.nn.softmax(logits, -1), cfg.experts_per_token)
+    if cfg.normalize_router:
+        weights = weights / weights.sum(-1, keepdims=True)
+    return experts, weights
+
+
+def moe(x: jax.Array, p: Params, cfg: MlpConfig, policy: Policy) -> jax.Array:
+    """Returns the mixture's output for a stream of tokens; no token is dropped.
+
+    Tokens are sorted by expert and each expert multiplies its own run of rows (ragged matmuls), so the work is that
+    of the experts that are visited.
+
+    Args:
+      x: ``[M, D]``.
+      p: ``router [D, E]``, ``gate`` and ``up`` ``[E, D, F]``, ``down [E, F, D]``.
+    """
+    M, E, k = x.shape[0], cfg.num_experts, cfg.experts_per_token
+    experts, weights = route(x, p["router"], cfg)
+    flat = experts.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    sizes = jnp.bincount(flat, length=E).astype(jnp.int32)
+    dtype = policy.compute_dtype
+    precision = jax.lax.Precision.HIGHEST if dtype.itemsize == 4 else None
+
+    def project(rows: jax.Array, name: str) -> jax.Array:
+        return jax.lax.ragged_dot(
+            rows, p[name].astype(dtype), sizes, precision=precision, preferred_element_type=jnp.float32
+        )
+
+    rows = x.astype(dtype)[order // k]
+    hidden = (ACTIVATIONS[cfg.activation](project(rows, "gate")) * project(rows, "up")).astype(dtype)
+    out = project(hidden, "down") * weights.reshape(-1)[order][:, None]
+    return jnp.zeros((M, x.shape[1]), jnp.float32).at[order // k].add(out).astype(x.dtype)
