@@ -1,0 +1,330 @@
+"""Continuous batching: which rows run next, on which pages, and what their tokens mean.
+
+Rows join and leave at any step. `Scheduler.schedule` makes plan k + 1 while plan k is still on the device, so it
+counts on every row going on; `Scheduler.commit` brings plan k's tokens, and a row that turns out to have ended
+has its token of plan k + 1 dropped. Device work runs in plan order, so pages and slots are free for the next
+plan as soon as the host lets go of them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxinfer.schedule.pages import PagePool
+from jaxinfer.schedule.plan import Admission, DecodeRow, Plan, PrefillPiece
+from jaxinfer.schedule.request import FinishReason, Request, RequestRefused, RequestSpec
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of a step.
+
+    Attributes:
+      max_num_seqs: R, slots. max_len: longest prompt plus output in tokens.
+      max_num_batched_tokens: most tokens a step, decode rows first, prefill in what is left.
+      prefill_chunk: most tokens of one prefill piece, None for no limit but the step's.
+      max_prefill_pieces: most pieces a step, None for no limit.
+      num_decode_steps: tokens that decode rows make without return to the host when nothing else is to be done.
+    """
+
+    max_num_seqs: int
+    max_len: int
+    max_num_batched_tokens: int
+    prefill_chunk: int | None = None
+    max_prefill_pieces: int | None = None
+    num_decode_steps: int = 1
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.max_num_batched_tokens <= self.max_num_seqs and self.max_num_seqs > 1:
+            # A step full of decode rows would leave nothing for a prefill, for as long as those rows run.
+            raise ValueError(
+                f"max_num_batched_tokens must exceed max_num_seqs ({self.max_num_seqs}), "
+                f"got {self.max_num_batched_tokens}"
+            )
+
+
+class Update(NamedTuple):
+    """What a commit brought a request: ``num_tokens`` new ids at the end of its output, from result row ``row``."""
+
+    request: Request
+    row: int
+    num_tokens: int
+
+
+class Scheduler:
+    """First come, first served over ``max_num_seqs`` slots and one page pool; not thread-safe.
+
+    Args:
+      config: limits of a step.
+      pool: the pages, all free.
+    """
+
+    def __init__(self, config: SchedulerConfig, pool: PagePool):
+        self.config = config
+        self.pool = pool
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # most important first, see Request.rank
+        self.num_preemptions = 0
+        self._live: dict[str, Request] = {}
+        self._free_slots = list(range(config.max_num_seqs))  # a heap: low slots first
+        shape = (config.max_num_seqs, pool.pages_for(config.max_len))
+        self._page_table = np.full(shape, pool.num_pages, np.int32)
+        self._planned: deque[tuple[int, list[Request]]] = (
+            deque()
+        )  # plans not committed, and their result rows
+        self._num_plans = 0
+        self._num_added = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is waiting or running, or a plan awaits its commit."""
+        return bool(self._live or self._planned)
+
+    def check(self, spec: RequestSpec) -> None:
+        """Refuses a request that could never run; reads limits only, so any thread may ask.
+
+        Raises:
+          RequestRefused: with what was got and what would fit.
+        """
+        num_prompt, max_len = len(spec.prompt), self.config.max_len
+        if not num_prompt:
+            raise RequestRefused("the prompt has no tokens; give at least one")
+        if num_prompt >= max_len or not 1 <= spec.max_new_tokens <= max_len - num_prompt:
+            raise RequestRefused(
+                f"the prompt has {num_prompt} tokens and {spec.max_new_tokens} more are asked for; at least 1 "
+                f"more and at most {max_len} together are possible: shorten the prompt or raise max_len"
+            )
+        needed = self.pool.pages_for(spec.num_positions)
+        if needed > self.pool.num_pages:
+            raise RequestRefused(
+                f"prompt and output of up to {spec.num_positions} cached tokens need {needed} pages, the pool "
+                f"has {self.pool.num_pages}; lower max_tokens, shorten the prompt or give the cache more memory"
+            )
+
+    def add(self, spec: RequestSpec) -> Request:
+        """Puts a request at the end of the queue.
+
+        Raises:
+          RequestRefused: see `check`; also when its id is in use.
+        """
+        self.check(spec)
+        if spec.request_id in self._live:
+            raise RequestRefused(f"request_id {spec.request_id!r} is in use")
+        request = Request(spec, order=self._num_added)
+        self._num_added += 1
+        self._live[spec.request_id] = request
+        self.waiting.append(request)
+        return request
+
+    def schedule(self) -> Plan | None:
+        """Makes the next plan.
+
+        Returns:
+          The plan, which must be run and committed after those before it, or None when nothing can run
+          before a commit.
+        """
+        num_steps = self._choose_num_steps()
+        before = self.num_preemptions
+        decode, pieces, sampled = self._plan_running(num_steps)
+        admitted: list[Admission] = []
+        # A row that had to go must not see a younger one take the pages it left.
+        if num_steps == 1 and self.num_preemptions == before:
+            admitted = self._admit(len(decode), pieces, sampled)
+        if not decode and not pieces:
+            return None
+        plan = Plan(
+            self._num_plans, tuple(admitted), tuple(decode), tuple(pieces), num_steps, self._page_table
+        )
+        self._num_plans += 1
+        self._planned.append((plan.step, sampled))
+        return plan
+
+    def commit(self, plan: Plan, tokens: Sequence[list[int]]) -> list[Update]:
+        """Takes the sampled ids of the oldest plan that is not committed.
+
+        Args:
+          plan: that plan. tokens: a list of ``num_decode_steps`` ids for each of its result rows.
+
+        Returns:
+          One update a request that still ran; those that ended have their ``finish_reason``.
+        """
+        if not self._planned or self._planned[0][0] != plan.step or len(tokens) != len(self._planned[0][1]):
+            raise ValueError(
+                f"plan {plan.step} with {len(tokens)} rows is not the oldest that awaits its commit"
+            )
+        updates = []
+        for row, request in enumerate(self._planned.popleft()[1]):
+            if request.finish_reason is not None:
+                continue  # it ended after this plan was made: its token is nobody's
+            updates.append(Update(request, row, request.append(tokens[row])))
+            if request.finish_reason is not None:
+                self._drop(request)
+        return updates
+
+    def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """Ends a request now, whatever it is doing, or corrects why it ended."""
+        if request.finish_reason is None:
+            self._drop(request)
+        request.finish_reason, request.stop_reason = reason, stop_reason
+
+    def check_invariants(self) -> None:
+        """Checks that pages are conserved, that slots are held once and that the table says what requests hold.
+
+        Raises:
+          RuntimeError: with what disagrees.
+        """
+        self.pool.check_conserved(request.pages for request in self.running)
+        slots = sorted([request.slot for request in self.running] + self._free_slots)
+        if slots != list(range(self.config.max_num_seqs)):
+            raise RuntimeError(f"slots held and free are {slots}")
+        table = np.full_like(self._page_table, self.pool.num_pages)
+        for request in self.running:
+            table[request.slot, : len(request.pages)] = request.pages
+        if not np.array_equal(table, self._page_table):
+            raise RuntimeError(f"page table {self._page_table} should be {table}")
+
+    def _choose_num_steps(self) -> int:
+        """Several tokens a row only when no prefill wants the device, all rows have them left and pages are free."""
+        num_steps = self.config.num_decode_steps
+        if num_steps == 1 or (self.waiting and self._fits(self.waiting[0], self._spare_pages())):
+            return 1
+        num_pages = 0
+        for request in self.running:
+            left = request.num_left
+            if request.num_written < request.num_prefill or 0 < left < num_steps:
+                return 1
+            if left:
+                num_pages += self.pool.pages_for(request.num_written + num_steps) - len(request.pages)
+        return num_steps if num_pages <= self.pool.num_free else 1
+
+    def _plan_running(self, num_steps: int) -> tuple[list[DecodeRow], list[PrefillPiece], list[Request]]:
+        """Plans the rows that run, the most important first; those at the end may have to give up their pages."""
+        decode: list[DecodeRow] = []
+        pieces: list[PrefillPiece] = []
+        sampled: list[Request] = []
+        ended_prefills: list[Request] = []
+        num_decode = sum(r.num_written >= r.num_prefill and r.num_left > 0 for r in self.running)
+        running, index = self.running, 0
+        while index < len(running):  # it shrinks while it is walked
+            request = running[index]
+            index += 1
+            position = request.num_written
+            if position < request.num_prefill:
+                budget = self._prefill_budget(num_decode, pieces)
+                if budget and self._add_piece(request, budget, pieces):
+                    ended_prefills.append(request)
+            elif request.num_left > 0 and self._grow(request, position + num_steps):
+                decode.append(DecodeRow(request.slot, request.spec.request_id, position))
+                sampled.append(request)
+                request.num_written = position + num_steps
+                request.num_inflight += num_steps
+        return decode, pieces, sampled + ended_prefills
+
+    def _prefill_budget(self, num_decode: int, pieces: list[PrefillPiece]) -> int:
+        if self.config.max_prefill_pieces is not None and len(pieces) >= self.config.max_prefill_pieces:
+            return 0
+        return self.config.max_num_batched_tokens - num_decode - sum(len(piece.tokens) for piece in pieces)
+
+    def _admit(self, num_decode: int, pieces: list[PrefillPiece], sampled: list[Request]) -> list[Admission]:
+        """Gives slots to the head of the queue while slots, pages and the step's budget last."""
+        admitted: list[Admission] = []
+        budget = self._prefill_budget(num_decode, pieces)
+        spare = self._spare_pages() if budget > 0 and self.waiting and self._free_slots else 0
+        while budget > 0 and self.waiting and self._fits(self.waiting[0], spare):
+            request = self.waiting.popleft()
+            request.slot = heapq.heappop(self._free_slots)
+            request.num_prefill = request.num_known
+            insort(self.running, request, key=lambda r: r.rank)
+            spare -= self._pages_ahead(request)
+            if self._add_piece(request, budget, pieces):
+                sampled.append(request)
+            admitted.append(_admission(request))
+            budget = self._prefill_budget(num_decode, pieces)
+        return admitted
+
+    def _fits(self, request: Request, spare: int) -> bool:
+        """Whether a waiting request may start: a slot, its tokens known, and pages for them and the next one."""
+        if not self._free_slots or request.num_inflight:
+            return False
+        return self.pool.pages_for(min(request.num_known + 1, request.spec.num_positions)) <= spare
+
+    def _spare_pages(self) -> int:
+        """Free pages beyond what the running rows will soon want, see `_pages_ahead`."""
+        return self.pool.num_free - sum(self._pages_ahead(request) for request in self.running)
+
+    def _pages_ahead(self, request: Request) -> int:
+        """Pages a running row lacks for its prefill and a page more.
+
+        Without them a newcomer would be thrown out again as soon as its elders grow.
+        """
+        num_tokens = max(request.num_prefill, request.num_written) + self.pool.page_size
+        return self.pool.pages_for(min(num_tokens, request.spec.num_positions)) - len(request.pages)
+
+    def _add_piece(self, request: Request, budget: int, pieces: list[PrefillPiece]) -> bool:
+        """Plans the next piece of a prefill; returns whether it is the last, which samples a token."""
+        start, total = request.num_written, request.num_prefill
+        stop = min(total, start + min(budget, self.config.prefill_chunk or budget))
+        if not self._grow(request, stop):
+            return False
+        next_token = -1 if stop == total else request.known_tokens(stop, stop + 1)[0]
+        tokens = request.known_tokens(start, stop)
+        pieces.append(PrefillPiece(request.slot, request.spec.request_id, start, tokens, total, next_token))
+        request.num_written = stop
+        request.num_inflight += stop == total
+        return stop == total
+
+    def _grow(self, request: Request, num_tokens: int) -> bool:
+        """Gives a row pages for ``num_tokens`` tokens, if need be by preempting; False if it went itself."""
+        have = len(request.pages)
+        need = -(-num_tokens // self.pool.page_size) - have
+        if need <= 0:
+            return True
+        while self.pool.num_free < need:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+        pages = self.pool.alloc(need)
+        request.pages += pages
+        self._page_table[request.slot, have : have + need] = pages
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Sends a row back to the head of the queue; its tokens in flight still count when they come."""
+        self.num_preemptions += 1
+        self._leave(request)
+        self.waiting.appendleft(request)
+
+    def _leave(self, request: Request) -> None:
+        """Takes slot and pages from a running row."""
+        self.running.remove(request)
+        self.pool.release(request.pages)
+        self._page_table[request.slot, : len(request.pages)] = self.pool.num_pages
+        heapq.heappush(self._free_slots, request.slot)
+        request.pages = []
+        request.slot, request.num_written = -1, 0
+
+    def _drop(self, request: Request) -> None:
+        """Forgets a request that ended, running or waiting."""
+        del self._live[request.spec.request_id]
+        if request.slot >= 0:
+            self._leave(request)
+        else:
+            self.waiting.remove(request)
+
+
+def _admission(request: Request) -> Admission:
+    spec = request.spec
+    return Admission(
+        request.slot, spec.request_id, spec.params, spec.stop_ids, len(spec.prompt), spec.choice, spec.seed
+    )
