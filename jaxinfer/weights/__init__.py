@@ -1,0 +1,1 @@
+"""Checkpoints: found, opened, checked, loaded onto devices, and kept in our own form."""
