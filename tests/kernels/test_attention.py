@@ -1,0 +1,99 @@
+"""Every implementation of paged attention equals the oracle, and the oracle equals attention written out."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.kernels.attention.api import IMPLEMENTATIONS, choose_attention, paged_attention
+from jaxinfer.kernels.attention.cases import CASES, Case, make_inputs
+
+# Compiled whole: op by op, each small operation would compile for itself.
+ATTEND = jax.jit(paged_attention, static_argnums=(0, 4), static_argnames=("scale", "window", "softcap"))
+FAST = sorted(set(IMPLEMENTATIONS) - {"reference"})
+ids = {"ids": lambda case: getattr(case, "name", case)}
+
+
+def run(name: str, case: Case, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """Runs an implementation over layer 1 of a stack of 2 whose layer 0 is NaN."""
+    stacked = {x: np.stack([np.full_like(arrays[x], np.nan), arrays[x]]) for x in "kv"}
+    args = [jnp.asarray(a) for a in (arrays["q"], stacked["k"], stacked["v"])]
+    rest = [jnp.asarray(arrays[x]) for x in ("pages", "start", "length")]
+    scale = case.heads[2] ** -0.5
+    out = ATTEND(name, *args, 1, *rest, scale=scale, window=case.window, softcap=case.softcap)
+    return np.asarray(out, np.float32)
+
+
+def written_out(case: Case, arrays: dict[str, np.ndarray], row: int, t: int) -> np.ndarray:
+    """Attention of one query in float64, key by key."""
+    N, K, _ = case.heads
+    position = case.context[row] + t
+    first = 0 if case.window is None else max(0, position - case.window + 1)
+    where = [(arrays["pages"][row, i // case.page_size], i % case.page_size) for i in range(first, position + 1)]
+    keys = np.stack([arrays["k"][w] for w in where]).astype(np.float64)
+    values = np.stack([arrays["v"][w] for w in where]).astype(np.float64)
+    out = np.empty((N, case.heads[2]))
+    for n in range(N):
+        scores = keys[:, n * K // N] @ arrays["q"][row, t, n].astype(np.float64) * case.heads[2] ** -0.5
+        if case.softcap:
+            scores = case.softcap * np.tanh(scores / case.softcap)
+        weights = np.exp(scores - scores.max())
+        out[n] = weights @ values[:, n * K // N] / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize("case", CASES, **ids)
+def test_oracle_is_attention_written_out(case: Case):
+    arrays = make_inputs(case)
+    got = run("reference", case, arrays)
+    for row, length in enumerate(case.length):
+        for t in {0, length // 2, length - 1} if length else ():
+            np.testing.assert_allclose(got[row, t], written_out(case, arrays, row, t), atol=2e-5)
+
+
+@pytest.mark.parametrize("case", CASES, **ids)
+@pytest.mark.parametrize("name", FAST)
+def test_implementation_equals_oracle(name: str, case: Case):
+    arrays = make_inputs(case, seed=1)
+    got, want = run(name, case, arrays), run("reference", case, arrays)
+    for row, length in enumerate(case.length):
+        np.testing.assert_allclose(got[row, :length], want[row, :length], atol=2e-5)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_bfloat16_stays_near_float32(name: str):
+    case = CASES[0]
+    arrays = make_inputs(case)
+    want = run("reference", case, arrays)
+    got = run(name, case, {k: a.astype(jnp.bfloat16) if k in "qkv" else a for k, a in arrays.items()})
+    np.testing.assert_allclose(got, want, atol=0.05)
+
+
+@pytest.mark.parametrize("name", sorted(IMPLEMENTATIONS))
+def test_padding_rows_are_finite(name: str):
+    for case in CASES:
+        arrays = make_inputs(case)
+        arrays["k"], arrays["v"] = np.nan_to_num(arrays["k"]), np.nan_to_num(arrays["v"])
+        assert np.isfinite(run(name, case, arrays)).all(), case.name
+
+
+@pytest.mark.parametrize("name", sorted(IMPLEMENTATIONS))
+@pytest.mark.parametrize("window", [1, 3, 8])
+def test_trap_21_a_window_counts_the_current_token(name: str, window: int):
+    """Row i sees min(i + 1, window) keys: with equal scores the output is the mean of that many values."""
+    T, H = 12, 4
+    v = np.arange(16, dtype=np.float32)[None, :, None, None] * np.ones((1, 16, 1, H), np.float32)
+    arrays = {
+        "q": np.zeros((1, T, 1, H), np.float32), "k": np.zeros_like(v), "v": v,
+        "pages": np.zeros((1, 1), np.int32), "start": np.zeros(1, np.int32), "length": np.full(1, T, np.int32),
+    }  # fmt: skip
+    got = run(name, Case("", T, (1, 1, H), (0,), (T,), window=window), arrays)
+    for i in range(T):
+        seen = range(max(0, i + 1 - window), i + 1)
+        assert len(seen) == min(i + 1, window)
+        np.testing.assert_allclose(got[0, i], np.mean(seen), rtol=1e-6)
+
+
+def test_unknown_implementation_is_refused():
+    with pytest.raises(ValueError, match="nothere.*blocked"):
+        choose_attention("nothere")
