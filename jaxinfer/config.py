@@ -8,7 +8,7 @@ V vocabulary, L layers, E experts.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
@@ -38,7 +38,7 @@ class RopeConfig:
     attention_factor: float | None = None
     extra: tuple[tuple[str, float | bool | tuple[float, ...]], ...] = ()
 
-    def get(self, key: str, default: float | bool | tuple[float, ...] | None = None):
+    def get(self, key: str, default: Any = None) -> Any:
         """Returns the number that ``extra`` holds for ``key``, or ``default``."""
         return dict(self.extra).get(key, default)
 
