@@ -44,7 +44,7 @@ class RequestSpec:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A spec and its progress; only the scheduler writes here.
+    """A spec and its progress; the scheduler writes here, and the engine where it cuts ``output`` at a stop string.
 
     Waiting: ``slot`` is -1. Running: ``slot`` is its row of device state. Ended: ``finish_reason`` is set.
 

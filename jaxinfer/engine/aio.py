@@ -1,0 +1,137 @@
+"""The engine for asyncio: the loop steps in a thread of its own, streams are async iterators."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncGenerator, Iterable
+from typing import Self
+
+from jaxinfer.engine.engine import Engine, EngineError, Handle
+from jaxinfer.engine.intake import Prompt
+from jaxinfer.engine.outputs import Delta, RequestOutput
+from jaxinfer.schedule.sampling_params import SamplingParams
+
+
+class AsyncEngine:
+    """Runs an engine in a background thread; a context manager, so that the thread ends with it.
+
+    Args:
+      engine: from now on stepped by this object only.
+    """
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self._wake = threading.Event()
+        self._stopping = False
+        self._waiters: dict[Handle, tuple[asyncio.AbstractEventLoop, asyncio.Event]] = {}
+        self._thread = threading.Thread(target=self._run, name="jaxinfer-engine", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the thread after the step it is in; requests that still run are aborted."""
+        self._stopping = True
+        self._wake.set()
+        self._thread.join()
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[Delta, None]:
+        """Yields what steps add to one request; leaving early, or being cancelled, aborts it.
+
+        Args:
+          prompt, params, request_id, priority: see `Engine.submit`.
+
+        Raises:
+          ValueError: a request that could never run.
+          EngineError: the engine failed earlier. When it fails later, the last delta says ``error``.
+        """
+        handle = self.engine.prepare(prompt, params, request_id=request_id, stream=True, priority=priority)
+        async with contextlib.aclosing(self._follow(handle)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> RequestOutput:
+        """Runs one request to its end; being cancelled aborts it. See `stream`."""
+        handle = self.engine.prepare(prompt, params, request_id=request_id, priority=priority)
+        async with contextlib.aclosing(self._follow(handle)) as deltas:
+            async for _ in deltas:
+                pass
+        return handle.output()
+
+    async def _follow(self, handle: Handle) -> AsyncGenerator[Delta, None]:
+        """Queues a handle and yields its deltas until it has finished."""
+        news = asyncio.Event()
+        self._waiters[handle] = (asyncio.get_running_loop(), news)
+        try:
+            if self._stopping:
+                raise EngineError("the engine is closed")
+            self.engine.enqueue(handle)
+            self._wake.set()
+            while True:
+                finished = handle.finished
+                while handle.deltas:
+                    yield handle.deltas.popleft()
+                if finished:
+                    return
+                await news.wait()
+                news.clear()
+        finally:
+            del self._waiters[handle]
+            if not handle.finished:
+                self.engine.abort(handle.request_id)
+                self._wake.set()
+
+    def _run(self) -> None:
+        """The thread: steps while there is work, sleeps while there is none."""
+        while not self._stopping:
+            self._wake.clear()  # before looking, so that what comes after the look wakes it
+            if self.engine.has_work:
+                self._step()
+            else:
+                self._wake.wait()
+        for handle in list(self._waiters):
+            self.engine.abort(handle.request_id)
+        while self.engine.has_work:
+            self._step()
+
+    def _step(self) -> None:
+        with contextlib.suppress(EngineError):  # every stream hears of it by its last delta
+            self._tell(self.engine.step())
+            return
+        self._tell(list(self._waiters))
+
+    def _tell(self, handles: Iterable[Handle]) -> None:
+        """Wakes the streams of some handles, with one call for each event loop."""
+        news: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
+        for handle in handles:
+            loop, event = self._waiters.get(handle, (None, None))
+            if loop is not None and event is not None:
+                news.setdefault(loop, []).append(event)
+        for loop, events in news.items():
+            with contextlib.suppress(RuntimeError):  # a loop that was closed has nobody left to tell
+                loop.call_soon_threadsafe(_set_all, events)
+
+
+def _set_all(events: list[asyncio.Event]) -> None:
+    for event in events:
+        event.set()
