@@ -189,6 +189,7 @@ def split_plan(plan: Plan, buckets: Buckets) -> list[Call]:
 def pack_decode(rows: Sequence[DecodeRow], num_rows: int, page_table: np.ndarray) -> DecodeRows:
     """Returns `DecodeRows` of ``num_rows`` on the host: slot, position, live, pages."""
     packed = np.zeros((num_rows, 3 + page_table.shape[1]), np.int32)
+    packed[:, 0] = len(page_table)  # padding reads the slot that asks for nothing
     if rows:
         slots = [row.slot for row in rows]
         n = len(rows)
@@ -202,6 +203,7 @@ def pack_decode(rows: Sequence[DecodeRow], num_rows: int, page_table: np.ndarray
 def pack_prefill(pieces: Sequence[PrefillPiece], num_rows: int, num_tokens: int, page_table: np.ndarray) -> PrefillRows:
     """Returns `PrefillRows` of ``[num_rows, num_tokens]`` on the host."""
     packed = np.zeros((num_rows, 4 + num_tokens + page_table.shape[1]), np.int32)
+    packed[:, 0] = len(page_table)
     for i, piece in enumerate(pieces):
         n = len(piece.tokens)
         packed[i, :4] = piece.slot, piece.start, n, piece.next_token
