@@ -149,8 +149,8 @@ def _clean_message(index: int, message: Message) -> dict[str, Any]:
     elif "tool_calls" not in cleaned:
         raise ValueError(f"{where}.content is missing, expected a string or a list of text parts")
     if "tool_calls" in cleaned:
-        calls = _check_list(f"{where}.tool_calls", cleaned["tool_calls"])
         where += ".tool_calls"
+        calls = _check_list(where, cleaned["tool_calls"])
         cleaned["tool_calls"] = [_read_arguments(f"{where}[{i}]", call) for i, call in enumerate(calls)]
     return cleaned
 

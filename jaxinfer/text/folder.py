@@ -35,13 +35,16 @@ def read_folder_vocabulary(folder: Path) -> Vocabulary:
     config = _read_json(folder / "tokenizer_config.json")
     special_tokens = _special_tokens(folder, config)
     added = _added_tokens(folder, config)
-    affixes: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
     if (folder / "tokenizer.json").is_file():
         tokenizer = _load_tokenizer_json(folder / "tokenizer.json")
-        affixes = _post_processor_affixes(tokenizer)
+        prefix, suffix = _post_processor_affixes(tokenizer)
         backend: Backend = _with_added(tokenizer, special_tokens, added)
     elif (folder / "tokenizer.model").is_file():
-        backend = _sentencepiece(folder / "tokenizer.model", special_tokens, added, config)
+        processor = _load_sentencepiece(folder / "tokenizer.model")
+        special_tokens = _special_pieces(processor) | special_tokens
+        backend = _sentencepiece(processor, special_tokens, added, config)
         config = {"add_bos_token": True} | config
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         backend = _with_added(_byte_level_bpe(folder, config), special_tokens, added)
@@ -50,12 +53,16 @@ def read_folder_vocabulary(folder: Path) -> Vocabulary:
             f"{folder} holds no tokenizer: looked for tokenizer.json, tokenizer.model, vocab.json with merges.txt"
         )
     bos, eos = (_token_id(backend, special_tokens, role) for role in ("bos_token", "eos_token"))
+    # What tokenizer.json itself adds wins over the configuration, as in transformers.
+    if not prefix and not suffix:
+        prefix = (bos,) if config.get("add_bos_token") and bos is not None else ()
+        suffix = (eos,) if config.get("add_eos_token") and eos is not None else ()
     return Vocabulary(
         backend=backend,
         special_tokens=special_tokens,
         eos_ids=() if eos is None else (eos,),
-        prefix_ids=_affix(config, "add_bos_token", bos, affixes[0]),
-        suffix_ids=_affix(config, "add_eos_token", eos, affixes[1]),
+        prefix_ids=prefix,
+        suffix_ids=suffix,
         chat_templates=_chat_templates(folder, config),
     )
 
@@ -127,17 +134,24 @@ def _with_added(
     return TokenizersBackend(tokenizer)
 
 
+def _load_sentencepiece(path: Path) -> sentencepiece.SentencePieceProcessor:
+    try:
+        return sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
+    except RuntimeError as error:
+        raise ValueError(f"{path}: not a SentencePiece model: {error}") from error
+
+
+def _special_pieces(processor: sentencepiece.SentencePieceProcessor) -> dict[str, str]:
+    ids = {"bos_token": processor.bos_id(), "eos_token": processor.eos_id(), "unk_token": processor.unk_id()}
+    return {role: processor.id_to_piece(token_id) for role, token_id in ids.items() if token_id >= 0}
+
+
 def _sentencepiece(
-    path: Path,
+    processor: sentencepiece.SentencePieceProcessor,
     special_tokens: Mapping[str, str],
     added: Mapping[str, dict[str, Any]],
     config: Mapping[str, Any],
 ) -> SentencePieceBackend:
-    model = path.read_bytes()
-    try:
-        processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-    except RuntimeError as error:
-        raise ValueError(f"{path}: not a SentencePiece model: {error}") from error
     pieces = range(processor.get_piece_size())
     special_pieces = (i for i in pieces if processor.is_control(i) or processor.is_unknown(i))
     own = {processor.id_to_piece(i): AddedToken(i) for i in special_pieces}
@@ -151,6 +165,7 @@ def _sentencepiece(
         )
         for text, token in added.items()
     }
+    model = processor.serialized_model_proto()
     return SentencePieceBackend(model, own | named, prefix_every=bool(config.get("legacy", False)))
 
 
@@ -176,15 +191,6 @@ def _byte_level_bpe(folder: Path, config: Mapping[str, Any]) -> tokenizers.Token
 def _token_id(backend: Backend, special_tokens: Mapping[str, str], role: str) -> int | None:
     text = special_tokens.get(role)
     return None if text is None else backend.token_to_id(text)
-
-
-def _affix(
-    config: Mapping[str, Any], key: str, token_id: int | None, otherwise: tuple[int, ...]
-) -> tuple[int, ...]:
-    """Apply `add_bos_token` or `add_eos_token` where the configuration says, else what the file itself does."""
-    if config.get(key) is None:
-        return otherwise
-    return (token_id,) if config[key] and token_id is not None else ()
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

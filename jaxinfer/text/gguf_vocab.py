@@ -71,6 +71,8 @@ class _Tokens:
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = metadata
         self.strings: list[str] = list(_required(metadata, "tokens"))
+        if not self.strings:
+            raise ValueError("tokenizer.ggml.tokens: got an empty list")
         types = metadata.get(_PREFIX + "token_type")
         self.types = [PieceType.NORMAL] * len(self.strings) if types is None else self._read_types(types)
 
@@ -185,10 +187,8 @@ def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 def _required(metadata: Mapping[str, Any], name: str) -> Sequence[Any]:
     value = metadata.get(_PREFIX + name)
-    if value is None or len(value) == 0:
-        raise ValueError(
-            f"tokenizer.ggml.{name} is missing or empty; this vocabulary cannot be rebuilt without it"
-        )
+    if value is None:
+        raise ValueError(f"tokenizer.ggml.{name} is missing; this vocabulary cannot be rebuilt without it")
     return value
 
 
