@@ -1,0 +1,1 @@
+"""The command line: flags, files and terminals around the Python door."""

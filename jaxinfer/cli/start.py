@@ -1,0 +1,70 @@
+"""From settings to a model that is ready, and to sampling settings; shared by the commands."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from jaxinfer.cli.flags import DEFAULT_MODEL, CommandFlags
+from jaxinfer.cli.progress import say
+from jaxinfer.cli.settings import Settings, read_settings
+from jaxinfer.schedule.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxinfer.llm import LLM
+    from jaxinfer.weights.model import Model
+
+MAX_TOKENS = 256  # of `generate`, unless told otherwise
+# Shapes are powers of two between these, so that a run finds what an earlier one compiled and kept.
+_CHUNKS = (32, 512)
+_LEAST_LEN = 512
+
+
+def settings_of(flags: CommandFlags) -> Settings:
+    """Returns what the configuration file, `--set` and the flags choose, the later over the earlier."""
+    settings = read_settings(flags["config"], flags["set"])
+    settings.run.update({name: flags[name] for name in ("model", "policy") if flags[name] is not None})
+    return settings
+
+
+def params_of(given: dict[str, Any]) -> SamplingParams:
+    """Returns sampling settings with the command line's own default for the number of tokens."""
+    counted: dict[str, Any] = {"max_tokens": MAX_TOKENS, **given}
+    return SamplingParams(**counted)
+
+
+def open_model_of(settings: Settings) -> Model:
+    """Opens the model that settings name: its tokenizer is there before anything is compiled."""
+    from jaxinfer.weights.model import (
+        open_model,
+    )  # jax takes a second to import; a wrong flag need not wait for it
+
+    return open_model(settings.run.get("model", DEFAULT_MODEL))
+
+
+def fit_run(model: Model, num_prompt: int, max_tokens: int | None) -> dict[str, Any]:
+    """Returns the run of one request: as little to compile as it needs, so that it starts soon.
+
+    Args:
+      model: its context is the most. num_prompt: tokens of the prompt.
+      max_tokens: most to generate, None for all there is room for.
+    """
+    chunk = min(max(_power_of_two(num_prompt), _CHUNKS[0]), _CHUNKS[1])
+    wanted = model.cfg.max_len if max_tokens is None else num_prompt + max_tokens
+    max_len = min(max(_power_of_two(wanted), _LEAST_LEN), model.cfg.max_len)
+    return {"max_num_seqs": 1, "prefill_buckets": ((1, chunk),), "max_model_len": max_len}
+
+
+def open_llm(settings: Settings, model: Model | None = None, **fitted: Any) -> LLM:
+    """Loads and compiles.
+
+    Args:
+      settings: the user's. model: opened already. fitted: choices for this use, where the user made none.
+    """
+    from jaxinfer.llm import LLM
+
+    return LLM(say=say, **{**fitted, **settings.run, "model": model or open_model_of(settings)})
+
+
+def _power_of_two(count: int) -> int:
+    """The least one that holds a count."""
+    return 1 << max(count - 1, 0).bit_length()
