@@ -62,9 +62,8 @@ class Choice:
         else:
             text = self._push_matched(self._decoder, self._matcher, first, tokens)
         if ended and self.matched_stop is None:
-            text += self._decoder.flush()
-            if self._matcher is not None:
-                text += self._matcher.flush()
+            rest = self._decoder.flush()
+            text += rest if self._matcher is None else self._matcher.push(rest).emit + self._matcher.flush()
         self._texts.append(text)
         return text
 

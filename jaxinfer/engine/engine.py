@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from jaxinfer.engine.choice import Choice
 from jaxinfer.engine.intake import Prompt, bind_params, make_specs, read_prompt
@@ -217,7 +217,7 @@ class Engine:
         while self.has_work:
             self.step()
 
-    def stream(self, handle: Handle) -> Iterator[Delta]:
+    def stream(self, handle: Handle) -> Generator[Delta, None, None]:
         """Steps and yields what comes for one request submitted with ``stream=True``; leaving early aborts it."""
         try:
             while True:

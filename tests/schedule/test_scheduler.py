@@ -28,14 +28,14 @@ def spec(request_id: str, num_prompt: int = 3, num_new: int = 4, **fields) -> Re
 
 
 class House:
-    """A scheduler and a fake device, in step or with commits one plan late."""
+    """A scheduler and a fake device, with commits ``lag`` plans late."""
 
-    def __init__(self, scheduler: Scheduler, *, overlap: bool = True):
+    def __init__(self, scheduler: Scheduler, *, lag: int = 1):
         self.scheduler = scheduler
         self.device = FakeDevice(
             scheduler.config.max_num_seqs, scheduler.pool.num_pages, scheduler.pool.page_size
         )
-        self.lag = 1 if overlap else 0
+        self.lag = lag
         self.flight: deque[tuple[Plan, list[list[int]]]] = deque()
         self.ended: list[Request] = []
         self.plans: list[Plan] = []
@@ -66,10 +66,10 @@ def expected(request: Request) -> list[int]:
     return solo(spec.prompt, spec.seed, spec.max_new_tokens, spec.stop_ids)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.parametrize("num_steps", [1, 4])
-def test_a_request_alone_gets_its_tokens_and_ends_by_length(overlap: bool, num_steps: int):
-    house = House(make(num_decode_steps=num_steps), overlap=overlap)
+def test_a_request_alone_gets_its_tokens_and_ends_by_length(lag: int, num_steps: int):
+    house = House(make(num_decode_steps=num_steps), lag=lag)
     request = house.scheduler.add(spec("a", num_new=9))
     assert house.run() == [request]
     assert request.output == expected(request)
@@ -121,12 +121,12 @@ def test_max_prefill_pieces_limits_a_step():
     assert [len(plan.prefill) for plan in house.plans[:4]] == [1, 1, 1, 0]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("lag", [0, 1, 2])
 @pytest.mark.parametrize("num_steps", [1, 4])
-def test_a_stop_token_ends_the_row_and_later_tokens_are_dropped(overlap: bool, num_steps: int):
+def test_a_stop_token_ends_the_row_and_later_tokens_are_dropped(lag: int, num_steps: int):
     whole = solo((5, 6), 1, 12, frozenset())
     stop = next(token for i, token in enumerate(whole) if i >= 3 and token not in whole[:i])
-    house = House(make(num_decode_steps=num_steps), overlap=overlap)
+    house = House(make(num_decode_steps=num_steps), lag=lag)
     params = SamplingParams(max_tokens=12, stop_token_ids=[stop])
     asked = spec("a", params=params, prompt=(5, 6), seed=1, num_new=12, stop_ids=frozenset({stop}))
     request = house.scheduler.add(replace(asked, max_new_tokens=12))
@@ -164,9 +164,9 @@ def test_several_tokens_a_step_only_when_nothing_else_is_to_be_done():
         assert plan.num_decode_steps == 1 or not plan.prefill
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_trap_16_preempted_rows_compute_prompt_and_output_anew(overlap: bool):
-    house = House(make(num_pages=54, page_size=PAGE, max_len=256, max_num_batched_tokens=64), overlap=overlap)
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_trap_16_preempted_rows_compute_prompt_and_output_anew(lag: int):
+    house = House(make(num_pages=54, page_size=PAGE, max_len=256, max_num_batched_tokens=64), lag=lag)
     requests = [
         house.scheduler.add(spec(name, num_prompt=16, num_new=200, seed=i)) for i, name in enumerate("abcd")
     ]
@@ -311,7 +311,7 @@ def simulate(seed: int, num_requests: int) -> int:
             max_prefill_pieces=rng.choice([1, 2, 9]),
             num_decode_steps=rng.choice([1, 1, 3, 8]),
         ),
-        overlap=rng.random() < 0.7,
+        lag=rng.choice([0, 1, 1, 2]),
     )
     scheduler = house.scheduler
     requests: list[Request] = []
