@@ -228,3 +228,10 @@ def test_token_bytes(tmp_path: Path) -> None:
     assert sorted(tokenizer.token_bytes(i) for i in range(256)) == [bytes([byte]) for byte in range(256)]
     assert tokenizer.token_bytes(256) == b"\xf0\x9f"
     assert tokenizer.token_bytes(257) == b"<s>"
+
+
+def test_a_byte_level_token_with_other_characters_stands_for_itself(tmp_path: Path) -> None:
+    texts = ["<｜begin▁of▁sentence｜>", "two words"]
+    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, byte_level_json([], texts)))
+    assert [tokenizer.token_bytes(i) for i in (256, 257)] == [text.encode() for text in texts]
+    assert tokenizer.decode([257], skip_special_tokens=False) == "two words"
