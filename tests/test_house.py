@@ -28,8 +28,9 @@ FLOORS = {
     "engine": 6,
     **dict.fromkeys(("server", "build"), 7),
     "llm": 8,  # the Python door: it has build assemble its engine
-    "cli": 9,
-    **dict.fromkeys(("", "__main__"), 10),  # the package itself
+    "": 9,  # the package itself: what it exports
+    "cli": 10,
+    "__main__": 11,
 }
 HOST_ROOMS = ("config", "text", "schedule", "hardware")
 DEVICE_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax")
