@@ -136,14 +136,14 @@ def test_a_stop_token_ends_the_row_and_later_tokens_are_dropped(lag: int, num_st
 
 
 def test_an_end_token_of_the_model_has_no_stop_reason_and_min_tokens_keeps_it_from_ending():
-    whole = solo((9,), 0, 8, frozenset())
-    for min_tokens, count in [(0, 1), (2, 8)]:
-        params = SamplingParams(max_tokens=8, min_tokens=min_tokens)
+    whole = solo((9,), 0, 5, frozenset())
+    for min_tokens, count in [(0, 1), (2, 5)]:
+        params = SamplingParams(max_tokens=5, min_tokens=min_tokens)
         house = House(make())
         stop_ids = frozenset({whole[0]})
         assert whole[0] not in whole[1:]
         request = house.scheduler.add(
-            spec("a", params=params, prompt=(9,), max_new_tokens=8, stop_ids=stop_ids)
+            spec("a", params=params, prompt=(9,), max_new_tokens=5, stop_ids=stop_ids)
         )
         house.run()
         assert request.output == whole[:count]
@@ -184,13 +184,22 @@ def test_trap_16_preempted_rows_compute_prompt_and_output_anew(lag: int):
 
 def test_the_youngest_goes_first_and_comes_back_first():
     house = House(make(num_pages=12, max_num_seqs=3))
-    for name in "abc":
+    for name in "abcd":
         house.scheduler.add(spec(name, num_prompt=8, num_new=17))
     while not house.scheduler.num_preemptions:
         house.step()
-    house.scheduler.add(spec("d"))
     assert [request.spec.request_id for request in house.scheduler.waiting] == ["c", "d"]
     assert [request.spec.request_id for request in house.run()][:2] == ["a", "b"]
+
+
+def test_a_newcomer_does_not_take_the_page_that_an_elder_needs_next():
+    house = House(make(num_pages=4))
+    house.scheduler.add(spec("elder", num_prompt=8, num_new=9))
+    newcomer = house.scheduler.add(
+        spec("newcomer", num_prompt=6)
+    )  # the two pages that are free, one of them not for long
+    assert house.run()[-1] is newcomer
+    assert house.scheduler.num_preemptions == 0
 
 
 def test_priority_chooses_who_is_preempted():
