@@ -13,7 +13,14 @@ FORMATS: dict[str, jnp.dtype] = {
     "bfloat16": jnp.dtype(jnp.bfloat16),
     "float16": jnp.dtype(jnp.float16),
 }
-ALIASES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16"}
+ALIASES = {
+    "fp32": "float32",
+    "f32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "f16": "float16",
+    "half": "float16",
+}
 
 
 @dataclass(frozen=True)
@@ -79,5 +86,7 @@ class Policy:
 def _format(text: str, what: str) -> str:
     name = ALIASES.get(text.strip().lower(), text.strip().lower())
     if name not in FORMATS:
-        raise ValueError(f"{what}: unknown format {text!r}; formats: {', '.join(FORMATS)} (short: {', '.join(ALIASES)})")
+        raise ValueError(
+            f"{what}: unknown format {text!r}; formats: {', '.join(FORMATS)} (short: {', '.join(ALIASES)})"
+        )
     return name

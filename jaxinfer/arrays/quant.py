@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from jaxinfer.arrays.precision import Policy
 
 
-def einsum(spec: str, x: jax.Array, w: jax.Array, policy: Policy, out_dtype: jnp.dtype | None = None) -> jax.Array:
+def einsum(
+    spec: str, x: jax.Array, w: jax.Array, policy: Policy, out_dtype: jnp.dtype | None = None
+) -> jax.Array:
     """Multiplies a stream of rows by a weight, in the policy's compute format.
 
     Args:

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.engine.protocol import StepResult, TokenLogprobs
 from jaxinfer.schedule.plan import Admission, DecodeRow, Plan, PrefillPiece
 from jaxinfer.steps.compiled import Shape, StepTable
-from jaxinfer.steps.slots import SlotCaps, pack_row
+from jaxinfer.steps.slots import Slots, pack_row
 from jaxinfer.steps.steps import DecodeRows, PrefillRows
 
 
@@ -68,7 +67,7 @@ class DeviceRunner:
 
     Args:
       params, cache, slots: device state; cache and slots are consumed and replaced by every call.
-      table: compiled steps. buckets: their shapes. caps: capacities of a slot. vocab_size: V.
+      table: compiled steps. buckets: their shapes.
       guard: makes any implicit transfer while serving an error.
     """
 
@@ -76,15 +75,13 @@ class DeviceRunner:
         self,
         params: Any,
         cache: Any,
-        slots: Any,
+        slots: Slots,
         table: StepTable,
         buckets: Buckets,
-        caps: SlotCaps,
-        vocab_size: int,
         guard: bool = True,
     ) -> None:
         self._params, self._cache, self._slots = params, cache, slots
-        self._table, self._buckets, self._caps, self._vocab_size = table, buckets, caps, vocab_size
+        self._table, self._buckets = table, buckets
         self._guard = guard
         self._wants: set[int] = set()
         self._wants_prompt: set[int] = set()
@@ -94,7 +91,9 @@ class DeviceRunner:
         with jax.transfer_guard("disallow") if self._guard else contextlib.nullcontext():
             for admission in plan.admitted:
                 self._admit(admission)
-            calls = tuple((call, self._run(call, plan.page_table)) for call in split_plan(plan, self._buckets))
+            calls = tuple(
+                (call, self._run(call, plan.page_table)) for call in split_plan(plan, self._buckets)
+            )
         wants = any(row.slot in self._wants for row in (*plan.decode, *plan.prefill))
         prompts = frozenset(i for i, piece in enumerate(plan.prefill) if piece.slot in self._wants_prompt)
         return Pending(plan, calls, wants, prompts)
@@ -118,8 +117,8 @@ class DeviceRunner:
     def _admit(self, admission: Admission) -> None:
         row = pack_row(
             admission.params,
-            self._caps,
-            vocab_size=self._vocab_size,
+            self._slots.caps,
+            vocab_size=self._slots.vocab_size,
             prompt_len=admission.prompt_len,
             stop_ids=admission.stop_ids,
             seed=admission.seed,
@@ -150,10 +149,11 @@ class DeviceRunner:
         index = {(piece.slot, piece.start): i for i, piece in enumerate(pending.plan.prefill)}
         found: list[TokenLogprobs | None] = [None] * len(index)
         for call, out in pending.calls:
-            for row, piece in enumerate(call.prefill):
-                i = index[piece.slot, piece.start]
-                if i in pending.wants_prompt:
-                    found[i] = _logprobs(jax.tree.map(lambda a, r=row, n=len(piece.tokens): a[r, :n], jax.device_get(out.prompt)))
+            wanted = {row: index[piece.slot, piece.start] for row, piece in enumerate(call.prefill)}
+            wanted = {row: i for row, i in wanted.items() if i in pending.wants_prompt}
+            scores = jax.device_get(out.prompt) if wanted else None
+            for row, i in wanted.items():
+                found[i] = _cut(scores, row, len(call.prefill[row].tokens))
         return tuple(found)
 
 
@@ -179,7 +179,7 @@ def split_plan(plan: Plan, buckets: Buckets) -> list[Call]:
         calls.append(Call(Shape(min(mixed, default=0), (b, T)), decode if mixed else (), taken))
         decode = () if mixed else decode
     if decode:
-        fitting_rows = [B for B in buckets.decode if B >= len(decode)]
+        fitting_rows = [B for B in buckets.decode if len(decode) <= B]
         if not fitting_rows:
             raise ValueError(f"{len(decode)} decode rows, but the buckets are {buckets.decode}")
         calls.append(Call(Shape(fitting_rows[0], num_steps=plan.num_decode_steps), decode, ()))
@@ -200,7 +200,9 @@ def pack_decode(rows: Sequence[DecodeRow], num_rows: int, page_table: np.ndarray
     return DecodeRows(packed)
 
 
-def pack_prefill(pieces: Sequence[PrefillPiece], num_rows: int, num_tokens: int, page_table: np.ndarray) -> PrefillRows:
+def pack_prefill(
+    pieces: Sequence[PrefillPiece], num_rows: int, num_tokens: int, page_table: np.ndarray
+) -> PrefillRows:
     """Returns `PrefillRows` of ``[num_rows, num_tokens]`` on the host."""
     packed = np.zeros((num_rows, 4 + num_tokens + page_table.shape[1]), np.int32)
     packed[:, 0] = len(page_table)
@@ -221,6 +223,10 @@ def _result_rows(call: Call, rows: dict[int, int]) -> tuple[list[int], list[int]
             source.append(call.shape.decode + i)
             target.append(rows[piece.slot])
     return source, target
+
+
+def _cut(scores: Any, row: int, length: int) -> TokenLogprobs:
+    return _logprobs(jax.tree.map(lambda leaf: leaf[row, :length], scores))
 
 
 def _logprobs(found: Any) -> TokenLogprobs:

@@ -8,6 +8,7 @@ the layout, so that other page formats change nothing else.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +23,12 @@ class Pages:
     """KV pages of one stack of l layers.
 
     Attributes:
-      k: ``[l, P, Z, K, H]`` keys, rotated.
+      k: ``[l, P, Z, K, H]`` keys, rotated (an array, or its description before there is one).
       v: ``[l, P, Z, K, H]`` values.
     """
 
-    k: jax.Array
-    v: jax.Array
+    k: Any
+    v: Any
 
     @property
     def num_pages(self) -> int:
@@ -43,7 +44,9 @@ class Pages:
 KVCache = tuple[Pages, ...]
 
 
-def cache_shapes(cfg: ModelConfig, policy: Policy, stacks: Sequence[int], num_pages: int, page_size: int) -> KVCache:
+def cache_shapes(
+    cfg: ModelConfig, policy: Policy, stacks: Sequence[int], num_pages: int, page_size: int
+) -> KVCache:
     """Returns the cache as abstract arrays, one `Pages` a layer stack.
 
     Args:
@@ -56,13 +59,17 @@ def cache_shapes(cfg: ModelConfig, policy: Policy, stacks: Sequence[int], num_pa
     a = cfg.attention
 
     def pages(size: int) -> Pages:
-        shape = jax.ShapeDtypeStruct((size, num_pages, page_size, a.num_kv_heads, a.head_dim), policy.kv_dtype)
+        shape = jax.ShapeDtypeStruct(
+            (size, num_pages, page_size, a.num_kv_heads, a.head_dim), policy.kv_dtype
+        )
         return Pages(shape, shape)
 
     return tuple(pages(size) for size in stacks)
 
 
-def init_cache(cfg: ModelConfig, policy: Policy, stacks: Sequence[int], num_pages: int, page_size: int) -> KVCache:
+def init_cache(
+    cfg: ModelConfig, policy: Policy, stacks: Sequence[int], num_pages: int, page_size: int
+) -> KVCache:
     """Returns a cache of zeros; arguments as for `cache_shapes`."""
     shapes = cache_shapes(cfg, policy, stacks, num_pages, page_size)
     return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
@@ -74,7 +81,9 @@ def page_bytes(cfg: ModelConfig, policy: Policy, page_size: int) -> int:
     return 2 * cfg.num_layers * page_size * a.num_kv_heads * a.head_dim * policy.kv_dtype.itemsize
 
 
-def token_slots(pages: jax.Array, start: jax.Array, length: jax.Array, num_tokens: int, cache: Pages) -> jax.Array:
+def token_slots(
+    pages: jax.Array, start: jax.Array, length: jax.Array, num_tokens: int, cache: Pages
+) -> jax.Array:
     """Returns where the tokens of a block lie in a layer's pages, flattened to ``P * Z`` slots.
 
     Args:

@@ -60,7 +60,7 @@ class Static:
 
 def layer_specs(cfg: ModelConfig, kind: LayerKind) -> dict[str, Any]:
     """Returns the parameter descriptions of one layer, by room: attn, mlp or moe, norms."""
-    D, a, m = cfg.d_model, cfg.attention, cfg.mlp
+    D, a = cfg.d_model, cfg.attention
     N, K, H = a.num_heads, a.num_kv_heads, a.head_dim
     heads = {"q": (N, "heads"), "k": (K, "kv_heads"), "v": (K, "kv_heads")}
     attn = {name: ParamSpec((D, n, H), ("embed", axis, None)) for name, (n, axis) in heads.items()}
@@ -77,7 +77,11 @@ def layer_specs(cfg: ModelConfig, kind: LayerKind) -> dict[str, Any]:
     one_norm = scale | ({"bias": ParamSpec((D,), ("embed",), "bias")} if cfg.norm.kind == "layer" else {})
     places = [p for p, there in (("pre", cfg.norm.pre), ("post", cfg.norm.post)) if there]
     norms = {f"{place}_{part}": dict(one_norm) for place in places for part in ("attn", "mlp")}
-    return {"attn": attn, **({"moe": _moe_specs(cfg)} if kind.moe else {"mlp": _mlp_specs(cfg)}), "norms": norms}
+    return {
+        "attn": attn,
+        **({"moe": _moe_specs(cfg)} if kind.moe else {"mlp": _mlp_specs(cfg)}),
+        "norms": norms,
+    }
 
 
 def _mlp_specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
@@ -86,7 +90,9 @@ def _mlp_specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
     if m.gated:
         specs["gate"] = specs["up"]
     if m.bias:
-        specs |= {f"{n}_bias": ParamSpec((s.shape[-1],), (s.axes[-1],), "bias") for n, s in list(specs.items())}
+        specs |= {
+            f"{n}_bias": ParamSpec((s.shape[-1],), (s.axes[-1],), "bias") for n, s in list(specs.items())
+        }
     return specs
 
 
@@ -142,8 +148,10 @@ def stack_layers(params: dict[str, Any], sizes: Sequence[int]) -> dict[str, Any]
     layers = list(params.pop("layers"))
     stacks = []
     for size in sizes:
-        group = [layers.pop(0) for _ in range(size)]
-        stacks.append(jax.tree.map(lambda *leaves: leaves[0][None] if size == 1 else jnp.stack(leaves), *group))
+        group, layers = layers[:size], layers[size:]
+        stacks.append(
+            jax.tree.map(lambda *leaves: leaves[0][None] if size == 1 else jnp.stack(leaves), *group)
+        )
     return {**params, "stacks": tuple(stacks)}
 
 
@@ -160,7 +168,9 @@ def embed(params: dict[str, Any], static: Static, tokens: jax.Array, positions: 
 
 def unembed(params: dict[str, Any], static: Static, x: jax.Array) -> jax.Array:
     """Returns float32 logits ``[M, V]`` of the normed stream ``x [M, D]``."""
-    spec, w = ("md,vd->mv", params["embed"]["tokens"]) if static.cfg.tied else ("md,dv->mv", params["head"]["w"])
+    spec, w = (
+        ("md,vd->mv", params["embed"]["tokens"]) if static.cfg.tied else ("md,dv->mv", params["head"]["w"])
+    )
     return softcap(einsum(spec, x, w, static.policy, jnp.dtype(jnp.float32)), static.cfg.final_softcap)
 
 
@@ -204,15 +214,15 @@ def _run_stack(
     static: Static,
 ) -> tuple[jax.Array, Pages]:
     """Runs the layers of one stack: a scan with the cache in its carry, or the layer itself when there is one."""
-    slots = jnp.concatenate([token_slots(b.pages, b.start, b.length, b.tokens.shape[1], pages).reshape(-1) for b in blocks])
-
-    def run(carry, layer, index, window, angles):
-        return _layer(*carry, layer, index, window, angles, blocks, slots, static)
+    slots = jnp.concatenate(
+        [token_slots(b.pages, b.start, b.length, b.tokens.shape[1], pages).reshape(-1) for b in blocks]
+    )
 
     if len(kinds) == 1:
         kind = kinds[0]
         angles = None if kind.rope is None else tables[kind.rope]
-        return run((x, pages), jax.tree.map(lambda leaf: leaf[0], stack), 0, kind.window, angles)
+        layer = jax.tree.map(lambda leaf: leaf[0], stack)
+        return _layer(x, pages, layer, 0, kind.window, angles, blocks, slots, static)
     windows = None
     if any(kind.window for kind in kinds):
         windows = jnp.array([kind.window or 0 for kind in kinds], jnp.int32)
@@ -223,7 +233,8 @@ def _run_stack(
     def body(carry, layer_in):
         layer, index, window, rope = layer_in
         angles = None if choices is None else jax.tree.map(lambda t: t[rope], choices)
-        return run(carry, layer, index, window, angles), None
+        x, pages = carry
+        return _layer(x, pages, layer, index, window, angles, blocks, slots, static), None
 
     (x, pages), _ = jax.lax.scan(body, (x, pages), (stack, jnp.arange(len(kinds)), windows, which))
     return x, pages

@@ -44,7 +44,7 @@ def norm(x: jax.Array, p: Params, cfg: NormConfig) -> jax.Array:
 def project_qkv(
     x: jax.Array, p: Params, cfg: AttentionConfig, eps: float, policy: Policy
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns queries ``[M, N, H]``, keys and values ``[M, K, H]``, normalised where the model does, not yet rotated."""
+    """Returns queries ``[M, N, H]``, keys and values ``[M, K, H]``, normalised where the model does, not rotated."""
 
     def project(name: str) -> jax.Array:
         y = einsum("md,dnh->mnh", x, p[name], policy)

@@ -68,31 +68,28 @@ class StepTable:
         self.steps: dict[Shape, Compiled] = {}
         self._install: Callable[..., Any] | None = None
 
-    def compile(self, shapes: Iterable[Shape], progress: Callable[[Shape, Compiled], None] | None = None) -> None:
-        """Compiles every shape that has no executable yet.
+    def compile(self, shapes: Iterable[Shape], say: Callable[[str], None] = lambda line: None) -> None:
+        """Compiles every shape that has no executable yet, and the filling of a slot.
 
         Args:
           shapes: wanted.
-          progress: called with each finished one.
+          say: is told of each finished one.
         """
+        if self._install is None:
+            slots = self._state[2]
+            row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), slots.packed)
+            index = jax.ShapeDtypeStruct((), jnp.int32)
+            self._install = jax.jit(install_row, donate_argnums=0).lower(slots, index, row).compile()
         for shape in shapes:
             if shape not in self.steps:
-                self.steps[shape] = self._compile_step(shape)
-                if progress is not None:
-                    progress(shape, self.steps[shape])
-
-    def compile_install(self, example: Any) -> None:
-        """Compiles the executable that fills a slot; ``example`` is a packed row."""
-        slots = self._state[2]
-        row = jax.tree.map(_abstract, example)
-        index = jax.ShapeDtypeStruct((), jnp.int32)
-        self._install = jax.jit(install_row, donate_argnums=0).lower(slots, index, row).compile()
+                self.steps[shape] = done = self._compile_step(shape)
+                say(f"compiled {shape} in {done.seconds:.1f} s, {done.temp_bytes / 2**20:.0f} MiB temporary")
 
     @property
     def install(self) -> Callable[..., Any]:
         """``(slots, slot, row) -> slots``, compiled; slots are donated."""
         if self._install is None:
-            raise RuntimeError("StepTable.install was used before compile_install")
+            raise RuntimeError("StepTable.install was used before compile")
         return self._install
 
     def __getitem__(self, shape: Shape) -> Callable[..., Any]:
@@ -112,20 +109,15 @@ class StepTable:
         rows = DecodeRows(jax.ShapeDtypeStruct((B, 3 + self.width), int32)) if B else None
         chunk = PrefillRows(jax.ShapeDtypeStruct((b, 4 + T + self.width), int32)) if b else None
         static, width = self.static, self.width
-        if shape.num_steps > 1:
 
-            def run(params, cache, slots, rows):
-                return decode_steps(params, cache, slots, rows, static, width, shape.num_steps)
+        def run(params, cache, slots, *packed):
+            if shape.num_steps > 1:
+                return decode_steps(params, cache, slots, packed[0], static, width, shape.num_steps)
+            decode_rows = packed[0] if B else None
+            prefill_rows = packed[-1] if b else None
+            return serve_step(params, cache, slots, decode_rows, prefill_rows, static, width)
 
-            packed: tuple[Any, ...] = (rows,)
-        else:
-
-            def run(params, cache, slots, *packed):
-                decode_rows = packed[0] if B else None
-                prefill_rows = packed[-1] if b else None
-                return serve_step(params, cache, slots, decode_rows, prefill_rows, static, width)
-
-            packed = tuple(p for p in (rows, chunk) if p is not None)
+        packed = tuple(p for p in (rows, chunk) if p is not None)
         compiled = jax.jit(run, donate_argnums=(1, 2)).lower(*self._state, *packed).compile()
         memory = compiled.memory_analysis()
         temp = int(memory.temp_size_in_bytes) if memory is not None else 0
@@ -133,7 +125,9 @@ class StepTable:
 
     def describe(self) -> str:
         """Returns the table of executables: shape, seconds to compile, temporary memory."""
-        rows = [f"{str(s):32s} {c.seconds:7.2f} s {c.temp_bytes / 2**20:9.1f} MiB" for s, c in self.steps.items()]
+        rows = [
+            f"{s!s:32s} {c.seconds:7.2f} s {c.temp_bytes / 2**20:9.1f} MiB" for s, c in self.steps.items()
+        ]
         return "\n".join([f"{'executable':32s} {'compile':>9s} {'temporary':>13s}", *rows])
 
 

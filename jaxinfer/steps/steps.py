@@ -1,12 +1,19 @@
-"""The pure steps: arrays in, arrays out. `prefill` and `decode` for those who bring their own jit; `serve_step` for the engine.
+"""The pure steps: arrays in, arrays out.
 
-Example (runs as it stands; see tests/steps/test_steps.py)::
+`prefill` and `decode` are for those who bring their own jit, `serve_step` is the engine's. Example (it runs, see
+tests/steps/test_steps.py)::
 
     static = Static(cfg, Policy.parse("float32"))
-    cache = init_cache(cfg, static.policy, stack_sizes(cfg, 1), num_pages=8, page_size=16)
-    block = Block(tokens=prompt[None], start=jnp.zeros(1, int), length=jnp.array([len(prompt)]), pages=jnp.arange(8)[None])
+    sizes = stack_sizes(cfg, 1)
+    params = stack_layers(open_model("smollm2-135m").load(static.policy, None, None), sizes)
+    cache = init_cache(cfg, static.policy, sizes, num_pages=8, page_size=16)
+    pages = jnp.arange(8)[None]
+    block = Block(jnp.array([ids]), start=jnp.array([0]), length=jnp.array([len(ids)]), pages=pages)
     logits, cache = jax.jit(prefill, static_argnums=3, donate_argnums=1)(params, cache, block, static)
-    logits, cache = jax.jit(decode, static_argnums=5, donate_argnums=1)(params, cache, token, position, pages, static)
+    token, position = logits.argmax(-1), jnp.array([len(ids)])
+    logits, cache = jax.jit(decode, static_argnums=5, donate_argnums=1)(
+        params, cache, token, position, pages, static
+    )
 """
 
 from __future__ import annotations
@@ -33,7 +40,7 @@ class DecodeRows:
       packed: ``[B, 3 + W]``: slot, position of the input token, 1 for a live row or 0 for padding, W page ids.
     """
 
-    packed: jax.Array
+    packed: Any
 
 
 @struct.dataclass
@@ -45,7 +52,7 @@ class PrefillRows:
         the last position samples), T token ids, W page ids.
     """
 
-    packed: jax.Array
+    packed: Any
 
 
 @struct.dataclass
@@ -149,7 +156,7 @@ def serve_step(
         blocks.append(block)
         ids.append(slot)
         draws.append(block.length > 0)
-    following = None
+    following = jnp.zeros(0, jnp.int32)
     if prefill_rows is not None:
         block, slot, following = _prefill_block(prefill_rows, width)
         slots = _write_prompt(slots, block, slot)
@@ -170,7 +177,9 @@ def serve_step(
     prompt = None
     if prefill_rows is not None:
         B, T = blocks[-1].tokens.shape
-        prompt = _score_prompt(params, static, x[-B * T :], blocks[-1], gather_rows(slots, ids[-1]), following)
+        prompt = _score_prompt(
+            params, static, x[-B * T :], blocks[-1], gather_rows(slots, ids[-1]), following
+        )
     return StepOutput(jax.tree.map(lambda leaf: leaf[None], drawn), prompt), cache, slots
 
 
@@ -228,7 +237,9 @@ def _last_rows(x: jax.Array, block: Block) -> jax.Array:
     B, T = block.tokens.shape
     if T == 1:
         return x
-    return jnp.take_along_axis(x.reshape(B, T, -1), jnp.maximum(block.length - 1, 0)[:, None, None], axis=1)[:, 0]
+    return jnp.take_along_axis(x.reshape(B, T, -1), jnp.maximum(block.length - 1, 0)[:, None, None], axis=1)[
+        :, 0
+    ]
 
 
 def _score_prompt(
@@ -260,4 +271,6 @@ def _score_prompt(
         return jax.tree.map(lambda s: jnp.zeros((stream.shape[0], *s.shape), s.dtype), shapes)
 
     out = jax.lax.cond(jnp.any((rows.wants_prompt > 0) & (block.length > 0)), run, skip, None)
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[: B * T].reshape(B, T, *leaf.shape[2:]), out)
+    return jax.tree.map(
+        lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[: B * T].reshape(B, T, *leaf.shape[2:]), out
+    )

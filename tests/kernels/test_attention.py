@@ -29,7 +29,9 @@ def written_out(case: Case, arrays: dict[str, np.ndarray], row: int, t: int) -> 
     N, K, _ = case.heads
     position = case.context[row] + t
     first = 0 if case.window is None else max(0, position - case.window + 1)
-    where = [(arrays["pages"][row, i // case.page_size], i % case.page_size) for i in range(first, position + 1)]
+    where = [
+        (arrays["pages"][row, i // case.page_size], i % case.page_size) for i in range(first, position + 1)
+    ]
     keys = np.stack([arrays["k"][w] for w in where]).astype(np.float64)
     values = np.stack([arrays["v"][w] for w in where]).astype(np.float64)
     out = np.empty((N, case.heads[2]))
@@ -95,5 +97,5 @@ def test_trap_21_a_window_counts_the_current_token(name: str, window: int):
 
 
 def test_unknown_implementation_is_refused():
-    with pytest.raises(ValueError, match="nothere.*blocked"):
+    with pytest.raises(ValueError, match=r"nothere.*blocked"):
         choose_attention("nothere")

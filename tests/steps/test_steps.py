@@ -89,7 +89,7 @@ def test_scanned_layers_equal_unrolled(model, size: int):
 
 @pytest.mark.parametrize("chunk", [16, 40])
 def test_trap_18_chunks_and_decode_equal_whole_prompts(model, chunk: int):
-    """Rows of mixed lengths in chunks of 16 or whole, then token by token: logits of the last token are the full ones."""
+    """Rows of mixed lengths, in chunks of 16 or whole, then token by token: last-token logits are the full ones."""
     cfg, params, tokens, logits = model
     static = Static(cfg, FLOAT32, context=48)
     weights = stacked(cfg, params, 2)
@@ -98,7 +98,9 @@ def test_trap_18_chunks_and_decode_equal_whole_prompts(model, chunk: int):
     prompt = np.maximum(LENGTHS - 4, 1)
     for start in range(0, 40, chunk):
         length = np.clip(prompt - start, 0, chunk).astype(np.int32)
-        block = Block(tokens[:, start : start + chunk], jnp.full(8, start, jnp.int32), jnp.array(length), pages)
+        block = Block(
+            tokens[:, start : start + chunk], jnp.full(8, start, jnp.int32), jnp.array(length), pages
+        )
         padded = np.zeros((8, chunk), np.int32)
         padded[:, : block.tokens.shape[1]] = block.tokens
         got, cache = PREFILL(weights, cache, block.replace(tokens=jnp.array(padded)), static)

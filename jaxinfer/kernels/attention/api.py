@@ -32,7 +32,9 @@ def choose_attention(name: str = "auto") -> str:
     if name == "auto":
         return "blocked"
     if name not in IMPLEMENTATIONS:
-        raise ValueError(f"attention: unknown implementation {name!r}; there are: auto, {', '.join(IMPLEMENTATIONS)}")
+        raise ValueError(
+            f"attention: unknown implementation {name!r}; there are: auto, {', '.join(IMPLEMENTATIONS)}"
+        )
     return name
 
 

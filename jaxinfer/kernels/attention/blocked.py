@@ -38,7 +38,12 @@ def paged_attention_blocked(
     pages = jnp.pad(pages, ((0, 0), (0, spare)), constant_values=-1)
     end = start + length
     position = start[:, None] + jnp.arange(T, dtype=jnp.int32)
-    grouped = (q * jnp.asarray(scale, q.dtype)).reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
+    grouped = (
+        (q * jnp.asarray(scale, q.dtype))
+        .reshape(B, T, K, G, H)
+        .transpose(0, 2, 3, 1, 4)
+        .reshape(B, K, G * T, H)
+    )
 
     def body(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]):
         top, total, out = carry
@@ -50,7 +55,11 @@ def paged_attention_blocked(
         # Stale lanes of a page may hold NaN, and 0 * NaN is NaN.
         values = jnp.where(live[:, :, None, None], values, 0).astype(q.dtype)
         scores = jnp.einsum(
-            "bkqh,bskh->bkqs", grouped, keys.astype(q.dtype), preferred_element_type=jnp.float32, precision="highest"
+            "bkqh,bskh->bkqs",
+            grouped,
+            keys.astype(q.dtype),
+            preferred_element_type=jnp.float32,
+            precision="highest",
         ).reshape(B, K, G, T, S)
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)

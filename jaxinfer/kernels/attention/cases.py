@@ -69,4 +69,11 @@ def make_inputs(case: Case, dtype: np.typing.DTypeLike = np.float32, seed: int =
             v[page, :live] = rng.standard_normal((live, K, H))
     q = rng.standard_normal((B, case.T, N, H))
     start, length = np.array(case.context, np.int32), np.array(case.length, np.int32)
-    return {"q": q.astype(dtype), "k": k.astype(dtype), "v": v.astype(dtype), "pages": pages, "start": start, "length": length}
+    return {
+        "q": q.astype(dtype),
+        "k": k.astype(dtype),
+        "v": v.astype(dtype),
+        "pages": pages,
+        "start": start,
+        "length": length,
+    }

@@ -49,7 +49,9 @@ def paged_attention_reference(
     """
     B, T, N, H = q.shape
     Z, K = k.shape[1:3]
-    keys, values = (jnp.take(a, pages, axis=0, mode="clip").reshape(B, -1, K, H).astype(jnp.float32) for a in (k, v))
+    keys, values = (
+        jnp.take(a, pages, axis=0, mode="clip").reshape(B, -1, K, H).astype(jnp.float32) for a in (k, v)
+    )
     grouped = q.reshape(B, T, K, N // K, H).astype(jnp.float32)
     scores = jnp.einsum("btkgh,bskh->bkgts", grouped, keys, precision="highest") * scale
     if softcap is not None:

@@ -1,0 +1,234 @@
+"""From a RunConfig to an Engine: the only place where the two towers are put together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import jax
+
+from jaxinfer.arrays.precision import Policy
+from jaxinfer.config import ModelConfig
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.runner import Buckets, DeviceRunner
+from jaxinfer.hardware import has_native_bfloat16, host_memory_bytes
+from jaxinfer.kernels.attention.api import choose_attention
+from jaxinfer.model.cache import init_cache, page_bytes
+from jaxinfer.model.decoder import Static, stack_layers, stack_sizes
+from jaxinfer.schedule.pages import PagePool
+from jaxinfer.schedule.scheduler import Scheduler, SchedulerConfig
+from jaxinfer.steps.compiled import StepTable
+from jaxinfer.steps.slots import SlotCaps, init_slots
+from jaxinfer.weights.model import Model, open_model
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything a run chooses; names follow vLLM where it has them.
+
+    Attributes:
+      model: registered name, local path, or ``hf:org/name[@revision]``.
+      policy: number formats (`Policy.parse`), or ``auto``: bfloat16 where the device multiplies it, else float32.
+      max_model_len: longest sequence in tokens; None takes the model's, cut to what the cache holds.
+      max_num_seqs: R, rows that run at once.
+      max_num_batched_tokens: tokens of one step.
+      page_size: Z, tokens a KV page.
+      kv_memory: what the cache may take: ``512MiB``, ``25%`` of the device, ``1000 pages``, or ``auto``.
+      num_decode_steps: decode steps without return to the host, taken when nothing waits for prefill.
+      attention: implementation name, or ``auto``.
+      stack_size: layers a scan, 0 chooses by backend.
+      prefill_buckets: ``(rows, tokens a row)`` shapes; empty chooses from ``max_num_batched_tokens``.
+    """
+
+    model: str = "smollm2-135m"
+    policy: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 512
+    page_size: int = 16
+    kv_memory: str = "auto"
+    num_decode_steps: int = 1
+    attention: str = "auto"
+    stack_size: int = 0
+    prefill_buckets: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "num_decode_steps"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}: got {value!r}, must be a whole number of at least 1")
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise ValueError(
+                f"max_model_len: got {self.max_model_len}, must be at least 1, or None for the model's own"
+            )
+        if self.stack_size < 0:
+            raise ValueError(
+                f"stack_size: got {self.stack_size}, must be 0 (choose), 1 (unroll) or layers a scan"
+            )
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Returns the names of all choices."""
+        return tuple(f.name for f in fields(cls))
+
+
+def choose_policy(text: str) -> tuple[Policy, str]:
+    """Returns the policy of a run and the reason for it in words."""
+    if text != "auto":
+        return Policy.parse(text), "asked for"
+    backend = jax.default_backend()
+    if backend != "cpu":
+        return Policy.parse("bfloat16"), f"auto: {backend} multiplies bfloat16"
+    if has_native_bfloat16():
+        return Policy.parse("bfloat16"), "auto: this processor multiplies bfloat16"
+    return Policy.parse("float32"), "auto: this processor has no bfloat16 multiply"
+
+
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+AUTO_KV_BYTES = 512 * 2**20  # what `auto` takes on a CPU, or one request at full length where that is more
+
+
+def kv_pages(text: str, bytes_a_page: int, pages_for_all: int, pages_for_one: int, device_bytes: int) -> int:
+    """Returns how many pages a memory budget buys.
+
+    Args:
+      text: ``auto``, ``512MiB`` (also B, kB, MB, GB, KiB, GiB), ``25%`` of the device, or ``1000 pages``.
+      bytes_a_page: over all layers.
+      pages_for_all: that ``max_num_seqs`` requests of full length need; never more are taken unless asked for.
+      pages_for_one: that one such request needs.
+      device_bytes: memory of the device that is free.
+
+    Raises:
+      ValueError: not one of these forms, or less than a page.
+    """
+    if text == "auto":
+        wanted = max(AUTO_KV_BYTES // bytes_a_page, pages_for_one)
+        return max(1, min(wanted, pages_for_all, device_bytes // 2 // bytes_a_page))
+    found = re.fullmatch(r"\s*([0-9.]+)\s*(%|pages?|[kmg]?i?b)\s*", text.lower())
+    if not found or found.group(1).count(".") > 1:
+        raise ValueError(
+            f"kv_memory: got {text!r}; must be auto, bytes as 512MiB or 2GB, a share as 25%, or 1000 pages"
+        )
+    number, unit = float(found.group(1)), found.group(2)
+    if unit.startswith("page"):
+        pages = int(number)
+    else:
+        budget = device_bytes * number / 100 if unit == "%" else number * _UNITS[unit]
+        pages = int(budget // bytes_a_page)
+    if pages < 1:
+        raise ValueError(
+            f"kv_memory: {text!r} is less than one page of {bytes_a_page} bytes; give at least that"
+        )
+    return pages
+
+
+def choose_buckets(config: RunConfig, policy: Policy) -> Buckets:
+    """Returns the shapes to compile: a few, since each costs seconds before the first request.
+
+    Decode rows grow by powers of two; prefill shapes cover one long chunk and several short ones.
+    """
+    R, budget = config.max_num_seqs, config.max_num_batched_tokens
+    least = min(2, R) if policy.compute_dtype.itemsize < 4 else 1
+    decode = sorted(
+        {min(R, max(least, b)) for b in (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, R) if b < 2 * R}
+    )
+    if config.prefill_buckets:
+        prefill = sorted(config.prefill_buckets, key=lambda p: p[0] * p[1])
+        if max(T for _, T in prefill) < 1 or any(b < 1 or T < 1 for b, T in prefill):
+            raise ValueError(
+                f"prefill_buckets: got {config.prefill_buckets}, rows and tokens must be at least 1"
+            )
+    else:
+        short = min(64, budget)
+        together = min(R, budget // short)
+        prefill = sorted({(1, short), (together, short), (1, budget)}, key=lambda p: (p[0] * p[1], p))
+    return Buckets(tuple(decode), tuple(prefill), (R,) if R > 1 else (), config.num_decode_steps)
+
+
+def plan_memory(config: RunConfig, cfg: ModelConfig, policy: Policy, say: Say) -> tuple[int, int]:
+    """Returns the pages of the cache and the longest sequence, and says what the memory buys.
+
+    Raises:
+      ValueError: a sequence longer than the model was made for, or a cache too small for one.
+    """
+    max_len = config.max_model_len or cfg.max_len
+    if max_len > cfg.max_len:
+        raise ValueError(
+            f"max_model_len: got {max_len}, but the model was made for {cfg.max_len} tokens; give at most that"
+        )
+    Z = config.page_size
+    each = page_bytes(cfg, policy, Z)
+    for_one = -(-max_len // Z)
+    pages = kv_pages(config.kv_memory, each, for_one * config.max_num_seqs, for_one, device_memory_bytes())
+    if pages < for_one:
+        if config.max_model_len is not None:
+            raise ValueError(
+                f"kv_memory: {config.kv_memory} buys {pages} pages, but one sequence of max_model_len = {max_len} "
+                f"tokens needs {for_one}; raise kv_memory to {for_one * each} bytes or lower max_model_len to {pages * Z}"
+            )
+        max_len = pages * Z
+        say(f"max_model_len {max_len}: cut from the model's {cfg.max_len} to what the cache holds")
+    say(
+        f"KV cache {policy.kv}: {pages} pages of {Z} tokens = {pages * Z} tokens in {pages * each / 2**20:.0f} MiB; "
+        f"{pages // -(-max_len // Z)} requests at the full length of {max_len}, "
+        f"at most {config.max_num_seqs} rows at once"
+    )
+    return pages, max_len
+
+
+def device_memory_bytes() -> int:
+    """Returns the free memory of the default device: the host's on CPU, what the allocator may still take elsewhere."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return host_memory_bytes()
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        raise ValueError(f"kv_memory: {device.device_kind} does not tell its memory; give bytes or pages")
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+
+
+def build_engine(config: RunConfig, model: Model | None = None, say: Say = lambda line: None) -> Engine:
+    """Loads a model, takes the memory, compiles the steps and returns an engine that is ready to serve.
+
+    Args:
+      config: the run.
+      model: opened already (`open_model`); None opens ``config.model``.
+      say: is told what was chosen and why, a line at a time.
+
+    Raises:
+      ValueError, CheckpointError: what is wrong with the configuration or the checkpoint, named.
+    """
+    model = model or open_model(config.model)
+    cfg = model.cfg
+    policy, reason = choose_policy(config.policy)
+    say(f"model {model.name}: {cfg.family}, {cfg.num_layers} layers; policy {policy} ({reason})")
+    buckets = choose_buckets(config, policy)
+    num_pages, max_len = plan_memory(config, cfg, policy, say)
+    static = Static(cfg, policy, choose_attention(config.attention), max_len)
+    sizes = stack_sizes(cfg, config.stack_size or default_stack_size(cfg))
+    params = stack_layers(model.load(policy, None, None), sizes)
+    cache = init_cache(cfg, policy, sizes, num_pages, config.page_size)
+    caps = SlotCaps()
+    slots = init_slots(config.max_num_seqs, max_len, cfg.vocab_size, caps)
+    table = StepTable(static, params, cache, slots, width=-(-max_len // config.page_size))
+    table.compile(buckets.shapes(), say)
+    runner = DeviceRunner(params, cache, slots, table, buckets)
+    limits = SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_len=max_len,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        prefill_chunk=max(T for _, T in buckets.prefill),
+        num_decode_steps=config.num_decode_steps,
+    )
+    scheduler = Scheduler(limits, PagePool(num_pages, config.page_size))
+    return Engine(
+        scheduler, runner, model.tokenizer, vocab_size=cfg.vocab_size, eos_ids=model.defaults.eos_ids
+    )
+
+
+def default_stack_size(cfg: ModelConfig) -> int:
+    """Returns layers a scan: unrolled on CPU (its scans copy each layer's weights), one scan elsewhere."""
+    return 1 if jax.default_backend() == "cpu" else cfg.num_layers

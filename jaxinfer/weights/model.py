@@ -1,0 +1,95 @@
+"""A model, opened: its configuration and tokenizer at once, its weights when they are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jaxinfer.arrays.precision import Policy
+from jaxinfer.config import GenerationDefaults, ModelConfig
+from jaxinfer.model.decoder import param_specs
+from jaxinfer.text import Tokenizer
+from jaxinfer.weights.families import find_family, read_config
+from jaxinfer.weights.fetch import resolve_model
+from jaxinfer.weights.load import Progress, load_params
+from jaxinfer.weights.source import TensorSource, find_kind, open_source
+
+Load = Callable[[Policy, Any, Progress | None], Any]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint whose headers are read.
+
+    Attributes:
+      name: as it was asked for. path: where it lies.
+      cfg: the decoder. defaults: end tokens and sampling defaults.
+      tokenizer: its own.
+      load: ``load(policy, shardings, progress)`` gives the tree of `param_specs` on devices; shardings None is the
+        default device.
+      source: the opened checkpoint, None for one that `jaxinfer convert` wrote.
+    """
+
+    name: str
+    path: Path
+    cfg: ModelConfig
+    defaults: GenerationDefaults
+    tokenizer: Tokenizer
+    load: Load
+    source: TensorSource | None
+
+
+def open_model(name: str) -> Model:
+    """Opens a model by registered name, local path or ``hf:org/name[@revision]``.
+
+    Raises:
+      ValueError: no such model. CheckpointError: what is wrong with its files.
+    """
+    path = resolve_model(name)
+    if find_kind(path) == "store":
+        return _open_stored(name, path)
+    source = open_source(path)
+    cfg, defaults = read_config(source)
+    gguf = source.kind == "gguf"
+    tokenizer = Tokenizer.from_gguf(source.config) if gguf else Tokenizer.from_folder(source.path)
+    defaults = with_end_tokens(defaults, tokenizer)
+    return Model(name, path, cfg, defaults, tokenizer, _loader(source, cfg), source)
+
+
+def _open_stored(name: str, path: Path) -> Model:
+    from jaxinfer.weights import store  # orbax takes a second to import
+
+    meta = store.read_meta(path)
+    metadata = store.read_tokenizer_metadata(path)
+    tokenizer = (
+        Tokenizer.from_gguf(metadata) if metadata else Tokenizer.from_folder(path / store.TOKENIZER_FOLDER)
+    )
+
+    def load(policy: Policy, shardings: Any, progress: Progress | None) -> Any:
+        return store.restore(path, param_specs(meta.config), policy=policy, shardings=shardings)
+
+    return Model(name, path, meta.config, with_end_tokens(meta.generation, tokenizer), tokenizer, load, None)
+
+
+def with_end_tokens(defaults: GenerationDefaults, tokenizer: Tokenizer) -> GenerationDefaults:
+    """Returns the defaults with the tokenizer's end tokens where the checkpoint's configuration names none."""
+    return defaults if defaults.eos_ids else replace(defaults, eos_ids=tokenizer.eos_ids)
+
+
+def _loader(source: TensorSource, cfg: ModelConfig) -> Load:
+    def load(policy: Policy, shardings: Any, progress: Progress | None) -> Any:
+        family = find_family(source)
+        recipes = family.mapping(cfg, source.kind, source.tensors)
+        return load_params(
+            source,
+            param_specs(cfg),
+            recipes,
+            policy=policy,
+            ignorable=family.ignorable(source.kind),
+            shardings=shardings,
+            progress=progress,
+        )
+
+    return load
