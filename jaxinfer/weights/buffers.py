@@ -11,6 +11,7 @@ _ALIGNMENT = 64  # bytes; XLA's CPU client adopts a buffer so aligned instead of
 _TILE_COLUMNS = (
     128  # a transposing copy by tiles of so many columns stays in the cache (two to four times faster)
 )
+_CHUNK = 1 << 18  # numbers looked at together, so that what is computed of them stays in the cache
 # Bits of the exponent: all set is infinity or NaN.
 _EXPONENTS = {np.dtype(ml_dtypes.bfloat16): 0x7F80, np.dtype(np.float16): 0x7C00}
 
@@ -40,12 +41,15 @@ def pack(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def all_finite(array: np.ndarray) -> bool:
-    """Returns whether an array of floating-point numbers holds neither NaN nor infinity."""
+    """Returns whether a row-major array of floating-point numbers holds neither NaN nor infinity."""
     exponent = _EXPONENTS.get(array.dtype)
-    if exponent is None:
-        return bool(np.isfinite(array).all())
-    bits = array.view(np.uint16)  # five times faster than isfinite of the 16-bit types
-    return not ((bits & exponent) == exponent).any()
+    # The bits of a 16-bit type are five times faster to look at than isfinite of it.
+    flat = array.reshape(-1) if exponent is None else array.reshape(-1).view(np.uint16)
+    for at in range(0, flat.size, _CHUNK):
+        part = flat[at : at + _CHUNK]
+        if not (np.isfinite(part).all() if exponent is None else ((part & exponent) != exponent).all()):
+            return False
+    return True
 
 
 def _owns_buffer(array: np.ndarray) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import struct
@@ -25,6 +24,7 @@ from jaxinfer.weights.errors import (
     MissingTensorsError,
     UnsupportedTensorsError,
 )
+from jaxinfer.weights.records import parse_object, read_json
 from jaxinfer.weights.source import TensorInfo
 
 DTYPES: dict[str, npt.DTypeLike] = {
@@ -80,36 +80,6 @@ class HFSource:
     def read(self, name: str, dtype: npt.DTypeLike = np.float32) -> np.ndarray:
         """Returns a tensor as it is stored, a read-only view of the mapped file; ``dtype`` is for block formats."""
         return self._arrays[name]
-
-
-def read_json(path: Path, hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> dict[str, Any]:
-    """Returns the object that a JSON file holds.
-
-    Args:
-      path: the file.
-      hook: ``object_pairs_hook`` of the parser.
-
-    Raises:
-      MissingFilesError: it is absent.
-      CorruptFileError: it is not JSON, or not an object.
-    """
-    if not path.is_file():
-        raise MissingFilesError(path.parent, [path.name])
-    return _parse_object(path, path.read_bytes(), "content", hook)
-
-
-def _parse_object(
-    path: Path, text: bytes, what: str, hook: Callable[[list[tuple[str, Any]]], Any] | None
-) -> dict[str, Any]:
-    try:
-        parsed = json.loads(text, object_pairs_hook=hook)
-    except CheckpointError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise CorruptFileError(path, f"{what} is not JSON ({error})") from error
-    if not isinstance(parsed, dict):
-        raise CorruptFileError(path, f"{what} is JSON but not an object")
-    return parsed
 
 
 def _refuse_doubled(path: Path) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
@@ -192,7 +162,7 @@ def _open_file(path: Path) -> dict[str, np.ndarray]:
     (header_bytes,) = struct.unpack_from("<Q", mapped)
     if header_bytes > min(size - 8, MAX_HEADER_BYTES):
         raise CorruptFileError(path, f"its header claims {header_bytes} bytes of a file of {size}")
-    header = _parse_object(path, mapped[8 : 8 + header_bytes], "header", _refuse_doubled(path))
+    header = parse_object(path, mapped[8 : 8 + header_bytes], "header", _refuse_doubled(path))
     header.pop("__metadata__", None)
     entries = {name: _check_entry(path, name, entry) for name, entry in header.items()}
     unread = [(name, dtype) for name, (dtype, _, _, _) in entries.items() if dtype not in DTYPES]

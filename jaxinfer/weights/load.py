@@ -150,19 +150,28 @@ def _shape_made(
         return f"cannot be arranged ({error})"
 
 
+def leaf_shardings(specs: Any, shardings: Any) -> dict[str, jax.sharding.Sharding]:
+    """Returns where every leaf goes, by its dotted path.
+
+    Args:
+      specs: tree of `ParamSpec`.
+      shardings: one sharding for all leaves, a tree of them like ``specs``, or None for the default device.
+    """
+    if shardings is None:
+        shardings = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    if isinstance(shardings, jax.sharding.Sharding):
+        return {path: shardings for path, _ in flatten_specs(specs)}
+    given = jax.tree.leaves(shardings)
+    return {path: sharding for (path, _), sharding in zip(flatten_specs(specs), given, strict=True)}
+
+
 def _to_device(specs: Any, policy: Policy, shardings: Any) -> Finish:
     """Returns the usual ``finish``: the policy's format, row-major, put where the sharding says."""
-    if shardings is None or isinstance(shardings, jax.sharding.Sharding):
-        shardings = jax.tree.map(lambda _: shardings, specs, is_leaf=is_spec)
-    wanted = jax.tree.leaves(shardings, is_leaf=lambda node: node is None)
-    leaves = {
-        path: (policy.dtype_of(spec.role), where)
-        for (path, spec), where in zip(flatten_specs(specs), wanted, strict=True)
-    }
+    dtypes = {path: policy.dtype_of(spec.role) for path, spec in flatten_specs(specs)}
+    where = leaf_shardings(specs, shardings)
 
     def finish(path: str, array: np.ndarray) -> jax.Array:
-        dtype, where = leaves[path]
-        return jax.device_put(pack(array, dtype), where)
+        return jax.device_put(pack(array, dtypes[path]), where[path])
 
     return finish
 

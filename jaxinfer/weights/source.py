@@ -16,6 +16,7 @@ SourceKind = Literal["hf", "gguf"]
 STORE_FILE = (
     "jaxinfer.json"  # marks a folder that store.py wrote; kept here so that looking does not import orbax
 )
+HALF_WRITTEN = ".half-written-"  # in the name of the folder that store.py is still writing
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _ACCEPTED = (
     "a folder with *.safetensors and config.json, a *.gguf file or a folder with one, or a folder that "
@@ -81,7 +82,7 @@ def find_kind(path: str | Path) -> SourceKind | Literal["store"]:
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder; wanted {_ACCEPTED}")
     names = [p.name for p in path.iterdir()] if path.is_dir() else [path.name]
-    if path.is_dir() and STORE_FILE in names:
+    if path.is_dir() and (STORE_FILE in names or HALF_WRITTEN in path.name):
         return "store"
     suffixes = {Path(name).suffix.lower() for name in names}
     if ".safetensors" in suffixes or any(name.endswith(".safetensors.index.json") for name in names):

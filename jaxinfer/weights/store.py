@@ -1,0 +1,208 @@
+"""Our own checkpoints: the canonical tree by Orbax, beside it all that a start needs. Only this module imports orbax.
+
+folder/jaxinfer.json   format version, configuration, generation defaults, shape and dtype of every leaf
+folder/params/         the leaves by their dotted paths, row-major and uncompressed (read twice as fast)
+folder/tokenizer/      the source's tokenizer files, or tokenizer.gguf.json with a GGUF's tokenizer metadata
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxinfer.arrays.precision import Policy
+from jaxinfer.arrays.specs import flatten_specs, is_spec, path_name
+from jaxinfer.config import GenerationDefaults, ModelConfig
+from jaxinfer.weights.errors import (
+    CheckpointError,
+    CorruptFileError,
+    ExtraTensorsError,
+    MisshapenTensorsError,
+    MissingFilesError,
+    MissingTensorsError,
+    UnsupportedFormatError,
+)
+from jaxinfer.weights.load import leaf_shardings
+from jaxinfer.weights.records import from_json, read_json, to_json
+from jaxinfer.weights.source import HALF_WRITTEN, STORE_FILE, TensorSource
+
+FORMAT_VERSION = 1
+PARAMS_FOLDER = "params"
+TOKENIZER_FOLDER = "tokenizer"
+GGUF_TOKENIZER_FILE = "tokenizer.gguf.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+@dataclass(frozen=True)
+class StoreMeta:
+    """What a converted checkpoint says of itself.
+
+    Attributes:
+      config: the model. generation: its end tokens and default sampling.
+      leaves: ``(shape, dtype name)`` of every parameter by its dotted path.
+    """
+
+    config: ModelConfig
+    generation: GenerationDefaults
+    leaves: dict[str, tuple[tuple[int, ...], str]]
+
+
+def save(
+    path: str | Path, params: Any, config: ModelConfig, generation: GenerationDefaults, source: TensorSource
+) -> None:
+    """Writes a self-contained checkpoint; the folder appears whole or not at all.
+
+    Args:
+      path: the folder to make; it must not exist.
+      params: the canonical tree of arrays.
+      config, generation: what the family read.
+      source: where the parameters came from; its tokenizer is copied.
+
+    Raises:
+      FileExistsError: ``path`` exists.
+    """
+    path = Path(path).absolute()
+    if path.exists():
+        raise FileExistsError(f"{path}: exists; name a new folder, or remove this one first")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    leaves = {path_name(key): leaf for key, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    meta = {
+        "format_version": FORMAT_VERSION,
+        "config": to_json(config),
+        "generation": to_json(generation),
+        "leaves": {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in leaves.items()},
+    }
+    temporary = Path(tempfile.mkdtemp(prefix=f"{path.name}{HALF_WRITTEN}", dir=path.parent))
+    try:
+        _write_params(temporary / PARAMS_FOLDER, leaves)
+        _write_tokenizer(temporary / TOKENIZER_FOLDER, source)
+        (temporary / STORE_FILE).write_text(
+            json.dumps(meta)
+        )  # last: without it the folder is not a checkpoint
+        temporary.chmod(0o755)  # mkdtemp's is the owner's alone
+        os.rename(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def read_meta(path: str | Path) -> StoreMeta:
+    """Returns what a converted checkpoint says of itself, without reading a parameter.
+
+    Raises:
+      CheckpointError: the folder is half written, of a newer version, or damaged.
+    """
+    path = Path(path)
+    if HALF_WRITTEN in path.name or ((path / PARAMS_FOLDER).exists() and not (path / STORE_FILE).exists()):
+        raise CheckpointError(f"{path}: was only half written; remove it and convert again")
+    meta = read_json(path / STORE_FILE)
+    version = meta.get("format_version")
+    if version != FORMAT_VERSION:
+        raise UnsupportedFormatError(
+            f"{path}: format version {version!r} is not {FORMAT_VERSION}; convert again"
+        )
+    absent = [name for name in (PARAMS_FOLDER, TOKENIZER_FOLDER) if not (path / name).is_dir()]
+    if absent:
+        raise MissingFilesError(path, absent)
+    try:
+        return StoreMeta(
+            from_json(ModelConfig, meta["config"]),
+            from_json(GenerationDefaults, meta["generation"]),
+            {name: (tuple(shape), dtype) for name, (shape, dtype) in meta["leaves"].items()},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptFileError(path / STORE_FILE, str(error)) from error
+
+
+def read_tokenizer_metadata(path: str | Path) -> dict[str, Any] | None:
+    """Returns the tokenizer metadata of a converted GGUF file; None where ``tokenizer/`` holds files instead."""
+    file = Path(path) / TOKENIZER_FOLDER / GGUF_TOKENIZER_FILE
+    return read_json(file) if file.exists() else None
+
+
+def restore(path: str | Path, specs: Any, *, policy: Policy, shardings: Any = None) -> Any:
+    """Reads the parameters of a converted checkpoint straight into their shardings.
+
+    Args:
+      path: the folder.
+      specs: the wanted tree of `ParamSpec`.
+      policy: names the number format of each role; leaves kept in another are cast.
+      shardings: one sharding for all leaves or a tree of them like ``specs``; None is the default device.
+
+    Returns:
+      The tree of ``specs`` with an array for each leaf.
+
+    Raises:
+      CheckpointError: see `read_meta`; or the leaves are not those of ``specs``, each fault with every name.
+    """
+    path = Path(path).absolute()
+    meta = read_meta(path)
+    leaves = dict(flatten_specs(specs))
+    if missing := leaves.keys() - meta.leaves.keys():
+        raise MissingTensorsError(path, [(name, "") for name in missing])
+    if extra := meta.leaves.keys() - leaves.keys():
+        raise ExtraTensorsError(path, [(name, "") for name in extra])
+    shapes = {name: shape for name, (shape, _) in meta.leaves.items()}
+    if bad := [
+        (n, f"got {shapes[n]}, expected {s.shape}") for n, s in leaves.items() if shapes[n] != s.shape
+    ]:
+        raise MisshapenTensorsError(path, bad)
+    where = leaf_shardings(specs, shardings)
+    wanted = {
+        name: jax.ShapeDtypeStruct(spec.shape, policy.dtype_of(spec.role), sharding=where[name])
+        for name, spec in leaves.items()
+    }
+    restored = _read_params(path / PARAMS_FOLDER, wanted)
+    return jax.tree.unflatten(jax.tree.structure(specs, is_leaf=is_spec), [restored[name] for name in leaves])
+
+
+def _write_params(path: Path, leaves: dict[str, jax.Array]) -> None:
+    import orbax.checkpoint as ocp
+
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as checkpointer:
+        checkpointer.save(path, args=ocp.args.PyTreeSave(leaves))
+
+
+def _read_params(path: Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    import orbax.checkpoint as ocp
+
+    restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            return checkpointer.restore(
+                path, args=ocp.args.PyTreeRestore(item=wanted, restore_args=restore_args)
+            )
+    except (
+        ValueError,
+        KeyError,
+        OSError,
+    ) as error:  # what orbax and tensorstore raise for files cut or absent
+        raise CorruptFileError(path, str(error)) from error
+
+
+def _write_tokenizer(folder: Path, source: TensorSource) -> None:
+    folder.mkdir()
+    if source.kind == "gguf":
+        metadata = {key: value for key, value in source.config.items() if key.startswith("tokenizer.")}
+        (folder / GGUF_TOKENIZER_FILE).write_text(json.dumps(metadata))
+        return
+    for name in TOKENIZER_FILES:
+        if (source.path / name).is_file():
+            shutil.copyfile(source.path / name, folder / name)
