@@ -134,12 +134,8 @@ class Scheduler:
           before a commit.
         """
         num_steps = self._choose_num_steps()
-        before = self.num_preemptions
         decode, pieces, sampled = self._plan_running(num_steps)
-        admitted: list[Admission] = []
-        # A row that had to go must not see a younger one take the pages it left.
-        if num_steps == 1 and self.num_preemptions == before:
-            admitted = self._admit(len(decode), pieces, sampled)
+        admitted = self._admit(len(decode), pieces, sampled) if num_steps == 1 else []
         if not decode and not pieces:
             return None
         plan = Plan(

@@ -217,6 +217,9 @@ def test_a_row_reads_its_own_count_of_logprobs_and_a_token_among_the_likeliest_o
         one.outputs[0].logprobs and [list(entry) for entry in one.outputs[0].logprobs] for one in outputs
     ]
     assert counts == [[[1, 0, 2]] * 2, None, [[1, 0]] * 2]
+    entries = outputs[0].outputs[0].logprobs
+    assert entries is not None
+    assert entries[0][1].rank == 1  # the token's own, not its place in the list
 
 
 @pytest.mark.parametrize("value", [float("-inf"), float("nan")])
@@ -251,6 +254,8 @@ def test_abort_mid_stream_keeps_what_came():
     assert "".join(delta.text for delta in deltas) == "ab"  # the held "b" is let out
     assert deltas[-1].finish_reason == "abort"
     engine.run_until_done()
+    assert not engine._rows  # nothing of what ended is kept
+    assert not engine._handles
     assert handle.output().outputs[0].token_ids == ids("ab")
     assert other.output().outputs[0].text == "abcdefgh"
     assert engine.scheduler.pool.num_used == 0
