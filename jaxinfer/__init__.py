@@ -9,8 +9,7 @@ if TYPE_CHECKING:
     from jaxinfer.llm import LLM, AsyncLLM
     from jaxinfer.schedule.sampling_params import SamplingParams
 
-    __version__: str
-
+__version__ = "0.1.0.dev0"
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
 
 _HOMES = {
@@ -22,13 +21,9 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     # Loading jax takes a second, which `jaxinfer --help` and users of the host rooms do not owe.
-    if name == "__version__":
-        value = import_module("importlib.metadata").version("jaxinfer")
-    elif name in _HOMES:
-        value = getattr(import_module(_HOMES[name]), name)
-    else:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
+    globals()[name] = value = getattr(import_module(_HOMES[name]), name)
     return value
 
 

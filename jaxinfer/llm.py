@@ -27,7 +27,7 @@ from jaxinfer.weights.model import Model, open_model
 
 _log = logging.getLogger("jaxinfer")
 
-Prompts = Prompt | Mapping[str, Any] | Sequence[str] | Sequence[Sequence[int]] | Sequence[Mapping[str, Any]]
+Prompts = Prompt | Mapping[str, Any] | Iterable[Prompt | Mapping[str, Any]]
 Conversation = Sequence[Mapping[str, Any]]
 
 # vLLM's engine arguments that mean the same as one of ours.

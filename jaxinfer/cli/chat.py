@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer.cli.generate import report_end, stream_text, summarize_to_stderr
 from jaxinfer.cli.progress import say
 from jaxinfer.cli.settings import Settings
 from jaxinfer.cli.start import fit_run, open_llm, open_model_of
+from jaxinfer.cli.stream import report_end, stream_text, summarize_to_stderr
 from jaxinfer.schedule.sampling_params import SamplingParams
 from jaxinfer.text import Tokenizer, encode_chat
 

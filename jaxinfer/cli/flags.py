@@ -57,15 +57,16 @@ class CommandFlags:
         self._metavars[name] = "" if kind == "switch" else f" {metavar}"
         self._helps[name] = about
 
-    def add_shared(self) -> None:
-        """Adds the flags of every command that runs a model."""
+    def add_model(self) -> None:
+        """Adds the flags that name a model and its number formats."""
         about = f"registered model, local folder or file, or hf:org/name[@revision] (default {DEFAULT_MODEL})"
         self.add("model", "NAME", about)
         self.add(
-            "policy",
-            "FORMAT",
-            "number formats, such as float32 or bfloat16 (default what the device multiplies)",
+            "policy", "FORMAT", "number formats, such as float32 or bfloat16 (default what suits the device)"
         )
+
+    def add_settings(self) -> None:
+        """Adds the flags that reach every setting."""
         self.add("config", "FILE.toml", "settings in sections; configs/ holds some to start from")
         self.add("set", "SECTION.KEY=VALUE", "one such setting; may be repeated", "texts")
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from jaxinfer.cli.flags import UsageError
-from jaxinfer.cli.generate import summarize_to_stderr
 from jaxinfer.cli.progress import Progress, say
 from jaxinfer.cli.settings import Settings, read_sampling
 from jaxinfer.cli.start import open_llm, params_of
+from jaxinfer.cli.stream import summarize_to_stderr
 
 if TYPE_CHECKING:
     from jaxinfer.engine.engine import Handle

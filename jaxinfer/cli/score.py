@@ -20,7 +20,8 @@ def make_flags() -> CommandFlags:
     )
     flags.add("text", "FILE", "the text, in UTF-8; standard input when left out")
     flags.add("json", "", "write one JSON object", "switch")
-    flags.add_shared()
+    flags.add_model()
+    flags.add_settings()
     return flags
 
 

@@ -52,7 +52,7 @@ class CommandLine:
       that opened a model. prompts: all that were accepted.
     """
 
-    capsys: pytest.CaptureFixture[str]
+    capsys: Any
     monkeypatch: pytest.MonkeyPatch
     script: Sequence[int] | Callable[[str, int], Sequence[int]] = (*b"hello", EOS)
     defaults: tuple[tuple[str, float | int | bool], ...] = ()
@@ -72,10 +72,13 @@ class CommandLine:
         attention, mlp = AttentionConfig(1, 1, 2, 1.0), MlpConfig(2)
         cfg = ModelConfig("fake", VOCAB, 2, 1024, (LayerKind(),), attention, mlp)
         defaults = GenerationDefaults((EOS,), sampling=self.defaults)
-        return Model(name, Path(name), cfg, defaults, ChatTokenizer(), lambda *_: None)
+        return Model(name, Path(name), cfg, defaults, ChatTokenizer(), lambda *_: None, None)
 
     def build(self, config: RunConfig, model: Model, say: Callable[[str], None]) -> Engine:
-        limits = {"max_num_seqs": config.max_num_seqs, "max_len": config.max_model_len or model.cfg.max_len}
+        limits: dict[str, Any] = {
+            "max_num_seqs": config.max_num_seqs,
+            "max_len": config.max_model_len or model.cfg.max_len,
+        }
         engine, runner = make_engine(self.script, model.tokenizer, **limits)
         self.runs.append(config)
         self.runners.append(runner)

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import jaxinfer.cli.generate
+from jaxinfer.cli.main import main
 from tests.cli.conftest import CommandLine
 
 COMMANDS = ("generate", "score", "convert")
@@ -94,7 +95,7 @@ def test_what_fails_is_a_line_and_no_traceback(jaxinfer_cli: CommandLine, args: 
 
 
 def test_unknown_model_is_a_line(capsys: pytest.CaptureFixture[str]):
-    assert jaxinfer.cli.main.main(["generate", "--prompt", "a", "--model", "smollm2-135"]) == 1
+    assert main(["generate", "--prompt", "a", "--model", "smollm2-135"]) == 1
     assert "smollm2-135m" in capsys.readouterr().err
 
 
