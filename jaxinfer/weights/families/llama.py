@@ -30,7 +30,8 @@ def _parse_smollm3(keys: ConfigReader) -> ModelConfig:
     turns = [bool(t) for t in keys.get("no_rope_layers", [(i + 1) % every for i in range(L)])]
     if len(turns) < L:
         raise keys.refuse("no_rope_layers", f"{len(turns)} entries", f"1 or 0 for each of {L} layers")
-    window = keys.get("sliding_window") if keys.get("use_sliding_window", False) else None
+    on, window = keys.get("use_sliding_window", False), keys.get("sliding_window")
+    window = window if on else None
     keys.get("max_window_layers")  # written by its makers, read by no implementation
     slides = [window is not None and not turn for turn in turns[:L]]
     cfg = with_windows(cfg, read_windows(keys, window, slides))
