@@ -89,6 +89,12 @@ class GGUFSource:
         """
         parts = _find_parts(path)
         opened = [_open_file(part) for part in parts]
+        count = opened[0][0].get("split.count", 1)
+        if count not in (0, 1, len(parts)):
+            raise CheckpointError(
+                f"{parts[0]}: is one part of {count!r} of a split model; lay all parts side by side and name them "
+                "as they were, NAME-00001-of-0000N.gguf"
+            )
         held: dict[str, _Tensor] = {}
         for part, (_, tensors) in zip(parts, opened, strict=True):
             doubled = [(name, f"again in {part.name}") for name in tensors if name in held]
