@@ -260,7 +260,7 @@ def _score_prompt(
     wanted = jnp.pad(targets.reshape(-1), (0, spare)).reshape(-1, SCORE_ROWS)
 
     def score(chunk):
-        return token_logprobs(unembed(params, static, chunk[0]), chunk[1])
+        return token_logprobs(unembed(params, static, chunk[0]), chunk[1], rows.vocab_size)
 
     shapes = jax.eval_shape(score, (stream[0], wanted[0]))
 

@@ -121,7 +121,8 @@ def test_trap_31_ids_outside_the_vocabulary_are_refused_at_the_door():
         ("allowed_token_ids", [3, 256]),
         ("bad_words_ids", [[1, 256]]),
     ):
-        params = SamplingParams(**{field: value})
+        fields: dict[str, Any] = {field: value}
+        params = SamplingParams(**fields)
         params.validate_for(vocab_size=1_000_000, max_len=64, prompt_len=4)
         with pytest.raises(SamplingParamsError, match="below 256") as caught:
             params.validate_for(vocab_size=256, max_len=64, prompt_len=4)
@@ -129,13 +130,9 @@ def test_trap_31_ids_outside_the_vocabulary_are_refused_at_the_door():
 
 
 def test_values_take_one_normal_form():
-    params = SamplingParams(
-        temperature=np.float32(0.5),
-        top_k=np.int64(3),
-        stop="x",
-        stop_token_ids=[5, 5],
-        logit_bias={"7": 1, 8: -100},
-    )
+    fields: dict[str, Any] = {"temperature": np.float32(0.5), "top_k": np.int64(3), "stop": "x"}
+    fields |= {"stop_token_ids": [5, 5], "logit_bias": {"7": 1, 8: -100}}
+    params = SamplingParams(**fields)
     assert (params.temperature, params.top_k, params.stop, params.stop_token_ids) == (0.5, 3, ("x",), (5,))
     assert params.logit_bias == {7: 1.0, 8: -100.0}
     assert type(params.top_k) is int
@@ -215,7 +212,7 @@ def test_greedy_is_known_to_the_host():
     assert SamplingParams(temperature=0).is_plain_greedy
     assert SamplingParams(temperature=1e-6, top_k=5, seed=3).is_plain_greedy
     assert SamplingParams(do_sample=False).is_plain_greedy
-    for edit in (
+    edits: tuple[dict[str, Any], ...] = (
         {"logprobs": 0},
         {"logit_bias": {5: 1}},
         {"min_tokens": 1},
@@ -224,7 +221,8 @@ def test_greedy_is_known_to_the_host():
         {"frequency_penalty": 0.1},
         {"allowed_token_ids": [5]},
         {"bad_words": ["x"]},
-    ):
+    )
+    for edit in edits:
         assert not SamplingParams(temperature=0, **edit).is_plain_greedy
 
 

@@ -85,10 +85,10 @@ def test_a_tiny_top_p_is_not_off():
     assert describe_row(SamplingParams(top_p=1e-60), CAPS).filters.top_p > 0
 
 
-def test_greedy_rows_need_no_filters():
-    for given in ({"temperature": 0}, {"do_sample": False}, {"temperature": 1e-6}):
-        filters = describe_row(SamplingParams(top_k=5, top_p=0.5, min_p=0.5, **given), CAPS).filters
-        assert (filters.temperature, filters.top_k, filters.top_p, filters.min_p) == (0, 0, 1, 0)
+@pytest.mark.parametrize("given", [{"temperature": 0}, {"do_sample": False}, {"temperature": 1e-6}], ids=str)
+def test_greedy_rows_need_no_filters(given: dict[str, Any]):
+    filters = describe_row(SamplingParams(top_k=5, top_p=0.5, min_p=0.5, **given), CAPS).filters
+    assert (filters.temperature, filters.top_k, filters.top_p, filters.min_p) == (0, 0, 1, 0)
 
 
 @pytest.mark.parametrize(
