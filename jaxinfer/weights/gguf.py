@@ -30,7 +30,7 @@ from jaxinfer.weights.errors import (
     UnsupportedFormatError,
     UnsupportedTensorsError,
 )
-from jaxinfer.weights.source import TensorInfo
+from jaxinfer.weights.tensors import TensorInfo
 
 PLAIN_DTYPES: dict[str, npt.DTypeLike] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 BLOCK_FORMATS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")

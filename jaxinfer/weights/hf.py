@@ -25,7 +25,7 @@ from jaxinfer.weights.errors import (
     UnsupportedTensorsError,
 )
 from jaxinfer.weights.records import parse_object, read_json
-from jaxinfer.weights.source import TensorInfo
+from jaxinfer.weights.tensors import TensorInfo
 
 DTYPES: dict[str, npt.DTypeLike] = {
     "F64": np.float64,

@@ -19,7 +19,7 @@ from jaxinfer.weights.errors import (
     MissingTensorsError,
     NonFiniteTensorsError,
 )
-from jaxinfer.weights.source import TensorSource
+from jaxinfer.weights.tensors import TensorSource
 
 Finish = Callable[[str, np.ndarray], Any]
 Progress = Callable[[int, int], None]

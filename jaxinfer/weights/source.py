@@ -1,18 +1,15 @@
-"""One opened checkpoint of somebody else's making: its configuration and its tensors by their own names."""
+"""The door to checkpoints of somebody else's making: what a path holds, and it opened."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import Literal
 
 from jaxinfer.weights.errors import CheckpointError, UnsupportedFormatError
+from jaxinfer.weights.tensors import SourceKind, TensorInfo, TensorSource
 
-SourceKind = Literal["hf", "gguf"]
+__all__ = ["SourceKind", "TensorInfo", "TensorSource", "find_kind", "open_source"]
+
 STORE_FILE = (
     "jaxinfer.json"  # marks a folder that store.py wrote; kept here so that looking does not import orbax
 )
@@ -22,53 +19,6 @@ _ACCEPTED = (
     "a folder with *.safetensors and config.json, a *.gguf file or a folder with one, or a folder that "
     "`jaxinfer convert` wrote"
 )
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """A tensor, not yet read.
-
-    Attributes:
-      shape: row-major as numpy and Hugging Face have it, e.g. ``[out, in]``.
-      dtype: the format's own name, e.g. ``BF16`` or ``Q4_1``.
-      num_bytes: its size in the file.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    num_bytes: int
-
-
-class TensorSource(Protocol):
-    """A checkpoint whose headers are read and checked, and whose tensors are read one by one.
-
-    Attributes:
-      kind: whose names the tensors and the configuration have.
-      path: the folder (hf) or the first file (gguf).
-      config: config.json (hf) or the metadata, e.g. ``llama.block_count`` (gguf).
-      generation: generation_config.json, empty when there is none.
-      tensors: every tensor by name.
-    """
-
-    @property
-    def kind(self) -> SourceKind: ...
-    @property
-    def path(self) -> Path: ...
-    @property
-    def config(self) -> dict[str, Any]: ...
-    @property
-    def generation(self) -> dict[str, Any]: ...
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]: ...
-
-    def read(self, name: str, dtype: npt.DTypeLike = np.float32) -> np.ndarray:
-        """Returns a tensor, read-only and mapped where the file holds plain numbers.
-
-        Args:
-          name: a key of ``tensors``.
-          dtype: what a quantised tensor is expanded to; plain numbers come as they are stored.
-        """
-        ...
 
 
 def find_kind(path: str | Path) -> SourceKind | Literal["store"]:
@@ -109,6 +59,7 @@ def open_source(path: str | Path) -> TensorSource:
     """
     path = Path(path)
     kind = find_kind(path)
+    # Imported as needed: the gguf package alone takes a tenth of a second.
     if kind == "hf":
         from jaxinfer.weights.hf import HFSource
 

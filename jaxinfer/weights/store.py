@@ -31,7 +31,8 @@ from jaxinfer.weights.errors import (
 )
 from jaxinfer.weights.load import leaf_shardings
 from jaxinfer.weights.records import from_json, read_json, to_json
-from jaxinfer.weights.source import HALF_WRITTEN, STORE_FILE, TensorSource
+from jaxinfer.weights.source import HALF_WRITTEN, STORE_FILE
+from jaxinfer.weights.tensors import TensorSource
 
 FORMAT_VERSION = 1
 PARAMS_FOLDER = "params"
@@ -93,9 +94,9 @@ def save(
     try:
         _write_params(temporary / PARAMS_FOLDER, leaves)
         _write_tokenizer(temporary / TOKENIZER_FOLDER, source)
-        (temporary / STORE_FILE).write_text(
-            json.dumps(meta)
-        )  # last: without it the folder is not a checkpoint
+        meta["files"] = _file_sizes(temporary / PARAMS_FOLDER)
+        # Written last: without it the folder is not a checkpoint.
+        (temporary / STORE_FILE).write_text(json.dumps(meta))
         temporary.chmod(0o755)  # mkdtemp's is the owner's alone
         os.rename(temporary, path)
     except BaseException:
@@ -122,11 +123,14 @@ def read_meta(path: str | Path) -> StoreMeta:
     if absent:
         raise MissingFilesError(path, absent)
     try:
+        _check_files(path / PARAMS_FOLDER, meta["files"])
         return StoreMeta(
             from_json(ModelConfig, meta["config"]),
             from_json(GenerationDefaults, meta["generation"]),
             {name: (tuple(shape), dtype) for name, (shape, dtype) in meta["leaves"].items()},
         )
+    except CheckpointError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptFileError(path / STORE_FILE, str(error)) from error
 
@@ -171,6 +175,21 @@ def restore(path: str | Path, specs: Any, *, policy: Policy, shardings: Any = No
     }
     restored = _read_params(path / PARAMS_FOLDER, wanted)
     return jax.tree.unflatten(jax.tree.structure(specs, is_leaf=is_spec), [restored[name] for name in leaves])
+
+
+def _file_sizes(folder: Path) -> dict[str, int]:
+    return {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def _check_files(folder: Path, wanted: dict[str, int]) -> None:
+    """Holds the files against the sizes that were written."""
+    found = _file_sizes(folder)
+    if absent := wanted.keys() - found.keys():
+        raise MissingFilesError(folder, absent)
+    if cut := [
+        f"{name} ({found[name]} bytes of {size})" for name, size in wanted.items() if found[name] != size
+    ]:
+        raise CorruptFileError(folder, f"has files of another size than was written: {', '.join(cut)}")
 
 
 def _write_params(path: Path, leaves: dict[str, jax.Array]) -> None:

@@ -10,7 +10,9 @@ import numpy as np
 import safetensors.numpy
 
 
-def write_hf(folder: Path, tensors: Mapping[str, np.ndarray], config: Mapping[str, Any] | None = None) -> Path:
+def write_hf(
+    folder: Path, tensors: Mapping[str, np.ndarray], config: Mapping[str, Any] | None = None
+) -> Path:
     """Writes a folder with one safetensors file."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config or {"model_type": "toy"}))
@@ -18,7 +20,9 @@ def write_hf(folder: Path, tensors: Mapping[str, np.ndarray], config: Mapping[st
     return folder
 
 
-def write_shards(folder: Path, shards: Mapping[str, Mapping[str, np.ndarray]], weight_map: Mapping[str, str]) -> Path:
+def write_shards(
+    folder: Path, shards: Mapping[str, Mapping[str, np.ndarray]], weight_map: Mapping[str, str]
+) -> Path:
     """Writes a folder with several safetensors files and an index."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text('{"model_type": "toy"}')

@@ -132,7 +132,9 @@ def test_what_was_quantised_comes_back_near(tmp_path: Path, name: str) -> None:
     data = gguf.quantize(B, Format[name])
     source = open_source(write_gguf(tmp_path / "m.gguf", {"b": (data, Format[name])}))
     assert source.tensors["b"].shape == B.shape
-    np.testing.assert_allclose(source.read("b"), B, atol=0.3 if "4" in name else 0.16 if "5" in name else 0.02)
+    np.testing.assert_allclose(
+        source.read("b"), B, atol=0.3 if "4" in name else 0.16 if "5" in name else 0.02
+    )
 
 
 def test_unsupported_formats_are_refused_by_name(tmp_path: Path) -> None:
@@ -170,13 +172,25 @@ def test_doubled_names(tmp_path: Path) -> None:
         (head(tensors=2**60), CorruptFileError, "are left"),
         (head(values=1) + build(("Q", 2**63)), CorruptFileError, "ends beyond the file"),
         (head(values=1) + build(("s", b"k"), ("I", 13)), CorruptFileError, "value type 13"),
-        (head(values=1) + build(("s", b"k"), ("I", 9), ("I", 8), ("Q", 2**61)), CorruptFileError, "string.s. needs"),
+        (
+            head(values=1) + build(("s", b"k"), ("I", 9), ("I", 8), ("Q", 2**61)),
+            CorruptFileError,
+            "string.s. needs",
+        ),
         (head(values=1) + build(("s", b"k"), ("I", 9), ("I", 4), ("Q", 2**61)), CorruptFileError, "are left"),
-        (head(values=1) + build(("s", b"k"), ("I", 9)) + build(("I", 9), ("Q", 1)) * 9, CorruptFileError, "depth"),
+        (
+            head(values=1) + build(("s", b"k"), ("I", 9)) + build(("I", 9), ("Q", 1)) * 9,
+            CorruptFileError,
+            "depth",
+        ),
         (head(values=1) + build(("s", b"k\xff"), ("I", 0), ("B", 1)), CorruptFileError, "cannot be read"),
         (head(values=2) + build(("s", b"k"), ("I", 0), ("B", 1)) * 2, CorruptFileError, "'k' stands twice"),
         (head(tensors=1) + tensor_entry(b"a", (1,) * 5, 0), CorruptFileError, "5 dimensions"),
-        (head(tensors=1) + tensor_entry(b"a", (2, 33), 8), CorruptFileError, "rows of 33, Q8_0 needs a multiple of 32"),
+        (
+            head(tensors=1) + tensor_entry(b"a", (2, 33), 8),
+            CorruptFileError,
+            "rows of 33, Q8_0 needs a multiple of 32",
+        ),
         (head(tensors=1) + tensor_entry(b"a", (2**62, 2**62), 0), CorruptFileError, "end beyond the file: a"),
         (head(tensors=1) + tensor_entry(b"a", (4,), 0, 2**63), CorruptFileError, "end beyond the file: a"),
         (
@@ -260,4 +274,6 @@ def test_real_files_are_read_as_the_package_reads_them(smollm2_gguf: Path) -> No
     assert source.config == fields
     for tensor in reader.tensors[:12]:
         wanted = gguf.dequantize(tensor.data, tensor.tensor_type)
-        np.testing.assert_array_equal(source.read(tensor.name), wanted.reshape(source.tensors[tensor.name].shape))
+        np.testing.assert_array_equal(
+            source.read(tensor.name), wanted.reshape(source.tensors[tensor.name].shape)
+        )
