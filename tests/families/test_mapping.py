@@ -217,7 +217,7 @@ def write_gguf(
         writer.add_expert_feed_forward_length(m.expert_dim)
     if architecture != "llama" and (window := cfg.layers[0].window):
         writer.add_sliding_window(window)
-    if architecture == "gemma2":
+    if a.softcap and cfg.final_softcap:
         writer.add_attn_logit_softcapping(a.softcap)
         writer.add_final_logit_softcapping(cfg.final_softcap)
     names = gguf.get_tensor_name_map(

@@ -41,7 +41,7 @@ def test_freq_factors_divide_every_frequency():
     divisors = (1.0, 1.0, 2.0, 8.0)
     frequencies, factor = inv_freq(RopeConfig(10_000.0, 8, extra=(("freq_factors", divisors),)))
     plain, _ = inv_freq(RopeConfig(10_000.0, 8))
-    np.testing.assert_array_equal(frequencies, plain / np.float32(divisors))
+    np.testing.assert_array_equal(frequencies, plain / np.array(divisors, np.float32))
     assert factor == 1.0
 
 
@@ -60,7 +60,7 @@ def test_a_kind_without_its_trained_length_is_refused():
 
 
 def test_rotary_counts_from_zero_and_carries_the_factor():
-    cos, sin = rotary(jnp.array([[0, 1], [5, 9]], jnp.int32), np.float32([1.0, 0.5]), 2.0)
+    cos, sin = rotary(jnp.array([[0, 1], [5, 9]], jnp.int32), np.array([1.0, 0.5], np.float32), 2.0)
     assert cos.shape == sin.shape == (2, 2, 2)
     assert cos.dtype == jnp.float32
     np.testing.assert_array_equal(cos[0, 0], [2.0, 2.0])
@@ -69,7 +69,7 @@ def test_rotary_counts_from_zero_and_carries_the_factor():
 
 def test_apply_rope_turns_halves_together_and_passes_the_tail():
     x = jnp.arange(12, dtype=jnp.float32).reshape(1, 1, 2, 6)
-    cos, sin = rotary(jnp.array([[3]], jnp.int32), np.float32([1.0, 0.1]), 1.0)
+    cos, sin = rotary(jnp.array([[3]], jnp.int32), np.array([1.0, 0.1], np.float32), 1.0)
     y = np.asarray(apply_rope(x, cos, sin))
     for head in range(2):
         a, b, tail = x[0, 0, head, :2], x[0, 0, head, 2:4], x[0, 0, head, 4:]
@@ -80,7 +80,7 @@ def test_apply_rope_turns_halves_together_and_passes_the_tail():
 
 def test_apply_rope_computes_in_float32_and_returns_the_dtype():
     x = jnp.ones((1, 1, 1, 4), jnp.bfloat16)
-    cos, sin = rotary(jnp.array([[1]], jnp.int32), np.float32([1.0, 0.5]), 1.0)
+    cos, sin = rotary(jnp.array([[1]], jnp.int32), np.array([1.0, 0.5], np.float32), 1.0)
     y = apply_rope(x, cos, sin)
     assert y.dtype == jnp.bfloat16
     np.testing.assert_array_equal(y, apply_rope(x.astype(jnp.float32), cos, sin).astype(jnp.bfloat16))

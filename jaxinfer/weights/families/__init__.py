@@ -56,10 +56,10 @@ _HARMLESS_HF = frozenset(
     output_hidden_states torchscript use_return_dict chunk_size_feed_forward gradient_checkpointing
     initializer_range initializer_factor attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop
     output_router_logits router_aux_loss_coef router_jitter_noise reorder_and_upcast_attn
-    id2label label2id num_labels problem_type task_specific_params finetuning_task tie_encoder_decoder
+    id2label label2id num_labels _num_labels problem_type task_specific_params finetuning_task tie_encoder_decoder
     summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
     bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class prefix
-    do_sample temperature top_k top_p max_length max_new_tokens
+    do_sample temperature top_k top_p max_length max_new_tokens max_sequence_length
     """.split()  # noqa: SIM905
 )
 _HARMLESS_MULTIMODAL = frozenset(
