@@ -27,7 +27,8 @@ class RopeConfig:
       original_max_len: trained length in tokens before stretching (yarn, llama3, longrope, dynamic).
       attention_factor: multiplies cos and sin; None computes the kind's own default.
       extra: numbers that only one kind reads, by the configuration's own key, e.g.
-        ``(("low_freq_factor", 1.0), ("high_freq_factor", 4.0))``; lists are tuples.
+        ``(("low_freq_factor", 1.0), ("high_freq_factor", 4.0))``; lists are tuples. ``freq_factors`` divide the
+        frequencies of any kind (GGUF keeps Llama 3's stretching so).
     """
 
     theta: float
