@@ -70,6 +70,10 @@ def test_gguf_rope_scaling():
         rope__scaling__type="yarn", rope__scaling__factor=4.0, rope__scaling__original_context_length=16
     ).ropes[0]
     assert (yarn.kind, yarn.factor, yarn.original_max_len) == ("yarn", 4.0, 16)
+    more = read_gguf(
+        rope__scaling__type="yarn", rope__scaling__factor=4.0, rope__scaling__attn_factor=0.5
+    ).ropes[0]
+    assert more.attention_factor == pytest.approx(0.5 * 1.1386, abs=1e-4)
     with pytest.raises(ConfigValueError, match="supported: linear, none, yarn"):
         read_gguf(rope__scaling__type="longrope")  # without its factors
     factors = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxinfer.config import ModelConfig
-from jaxinfer.weights.families.base import Family
+from jaxinfer.weights.families.base import Family, Table
 from jaxinfer.weights.families.llama_like import read_gguf, read_hf, with_windows
 from jaxinfer.weights.families.mistral import slide_all
 from jaxinfer.weights.families.reader import ConfigReader
@@ -25,7 +25,7 @@ def _parse_gguf(keys: ConfigReader, source: TensorSource) -> ModelConfig:
     return with_windows(cfg, [keys.get("attention.sliding_window") or None] * cfg.num_layers)  # 0 is off
 
 
-def _fuse(qkv: str, gate_up: str) -> dict:
+def _fuse(qkv: str, gate_up: str) -> Table:
     return {
         **{f"layers.attn.{leaf}": (qkv, qkv_part(i)) for i, leaf in enumerate("qkv")},
         **{f"layers.mlp.{leaf}": (gate_up, half(i)) for i, leaf in enumerate(("gate", "up"))},

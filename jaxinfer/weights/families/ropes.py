@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -162,14 +163,16 @@ def read_gguf_rope(keys: ConfigReader, source: TensorSource, head_dim: int, max_
         }
         scale = 1.0 if scale is None else scale
         factor = max(1.0, max_len / trained) if trained else 1.0
-    elif kind == "default" and factor != 1.0:
-        kind = "linear"
+    elif keys.get("rope.scaling.type") is None and factor != 1.0:
+        kind = "linear"  # the oldest files hold the factor alone
     if kind == "yarn":
         extra = {
             key: float(value)
             for key in ("beta_fast", "beta_slow")
             if (value := keys.get(f"rope.scaling.yarn_{key}")) is not None
         }
+        if scale is not None:  # llama.cpp multiplies YaRN's own factor by it
+            scale *= 0.1 * math.log(factor) + 1.0
         keys.require("rope.scaling.yarn_ext_factor", 1.0)
         keys.require("rope.scaling.yarn_attn_factor", 1.0)
     if "rope_freqs.weight" in source.tensors:
