@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli.progress import say
 from jaxinfer.cli.settings import Settings
-from jaxinfer.cli.start import fit_run, open_llm, open_model_of
+from jaxinfer.cli.start import fit_run, open_llm, open_model_of, settle_temperature
 from jaxinfer.cli.stream import report_end, stream_text, summarize_to_stderr
 from jaxinfer.schedule.sampling_params import SamplingParams
 from jaxinfer.text import Tokenizer, encode_chat
@@ -36,6 +36,7 @@ def converse(prompt: str | None, settings: Settings, params: SamplingParams) -> 
     if params.n > 1:
         raise ValueError(f"sampling.n: got {params.n}, a conversation goes on from one choice: must be 1")
     model = open_model_of(settings)
+    params = settle_temperature(params, model)
     fitted = {"max_num_seqs": 1}
     if prompt is not None:
         ids = encode_turns(model.tokenizer, Conversation.opening(settings.chat), prompt, settings.chat)

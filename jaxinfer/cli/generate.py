@@ -31,7 +31,12 @@ def make_flags() -> CommandFlags:
     )
     flags.add("output", "FILE.jsonl", "an answer a line, in the order of --input")
     flags.add("max_tokens", "COUNT", f"most tokens to write (default {MAX_TOKENS})", "integer", lower_bound=1)
-    flags.add("temperature", "T", "0 takes the likeliest token (default the model's own, else 1)", "number")
+    flags.add(
+        "temperature",
+        "T",
+        "0 takes the likeliest token (default the model's own, else 0; 1 for --input)",
+        "number",
+    )
     flags.add("seed", "N", "makes the draw reproducible", "integer")
     flags.add_model()
     flags.add_settings()

@@ -41,6 +41,19 @@ def open_model_of(settings: Settings) -> Model:
     return open_model(settings.run.get("model", DEFAULT_MODEL))
 
 
+def settle_temperature(params: SamplingParams, model: Model) -> SamplingParams:
+    """Returns settings for text that a person reads: the likeliest token where nobody names a temperature.
+
+    vLLM's 1 makes small models ramble; 0 is what transformers takes for a checkpoint that names none. Several choices
+    can only be drawn.
+    """
+    named = params.explicit | dict(model.defaults.sampling).keys()
+    if params.n > 1 or not named.isdisjoint(("temperature", "do_sample")):
+        return params
+    say("temperature 0, for neither --temperature nor the model gives one")
+    return params.replace(temperature=0.0)
+
+
 def fit_run(model: Model, num_prompt: int, max_tokens: int | None) -> dict[str, Any]:
     """Returns the run of one request: as little to compile as it needs, so that it starts soon.
 

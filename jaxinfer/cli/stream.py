@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from jaxinfer.cli.progress import say
 from jaxinfer.cli.settings import Settings
-from jaxinfer.cli.start import fit_run, open_llm, open_model_of
+from jaxinfer.cli.start import fit_run, open_llm, open_model_of, settle_temperature
 
 if TYPE_CHECKING:
     from jaxinfer.engine.engine import Handle
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 def complete(prompt: str, settings: Settings, params: SamplingParams) -> int:
     """Writes the completion of one prompt to stdout, as it comes; several choices when they are whole."""
     model = open_model_of(settings)
+    params = settle_temperature(params, model)
     ids = model.tokenizer.encode(prompt)
     params.validate_for(model.cfg.vocab_size, model.cfg.max_len, len(ids), model.defaults.eos_ids)
     fitted = fit_run(model, len(ids), params.max_tokens) | {"max_num_seqs": params.n}

@@ -72,6 +72,27 @@ def test_defaults_of_the_model_fill_what_is_left_open_and_are_said(jaxinfer_cli:
     assert "temperature=" not in err
 
 
+@pytest.mark.parametrize(
+    ("defaults", "flags", "temperature"),
+    [
+        ((), (), 0),
+        ((), ("--chat",), 0),
+        ((), ("--temperature", "0.5"), 0.5),
+        ((), ("--set", "sampling.do_sample=true"), 1),
+        ((), ("--set", "sampling.n=2"), 1),
+        ((("temperature", 0.6),), (), 0.6),
+        ((("do_sample", True),), (), 1),
+    ],
+)
+def test_temperature_is_0_where_nobody_names_one(
+    jaxinfer_cli: CommandLine, defaults: tuple, flags: tuple[str, ...], temperature: float
+):
+    jaxinfer_cli.defaults = defaults
+    _, _, err = jaxinfer_cli("generate", "--prompt", "p", *flags)
+    assert jaxinfer_cli.runners[-1].admitted[0].params.temperature == temperature
+    assert ("temperature 0, for" in err) == (temperature == 0)
+
+
 def test_several_choices_come_whole(jaxinfer_cli: CommandLine):
     jaxinfer_cli.script = lambda _, choice: [*b"abc"[choice : choice + 1], EOS]
     code, out, _ = jaxinfer_cli("generate", "--prompt", "p", "--set", "sampling.n=3")

@@ -67,7 +67,9 @@ def test_fields_of_a_line_go_over_flags_in_either_spelling(jaxinfer_cli: Command
     flags = ("--max_tokens", "5", "--set", "sampling.top_k=3")
     _, answers = answer({"prompt": "p"}, {"prompt": "p", "max_new_tokens": 2, "top_k": 0}, flags=flags)
     assert [len(one["token_ids"]) for one in answers] == [5, 2]
-    assert [a.params.top_k for a in jaxinfer_cli.runners[-1].admitted] == [3, 0]
+    params = [admission.params for admission in jaxinfer_cli.runners[-1].admitted]
+    assert [one.top_k for one in params] == [3, 0]
+    assert [one.temperature for one in params] == [1, 1]  # vLLM's: a file has vLLM's defaults
 
 
 BAD_LINES = [
