@@ -38,7 +38,7 @@ VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
 # Numbers expanded at once: the working arrays of the package then stay in the cache (twice as fast as whole tensors).
-CHUNK_NUMBERS = 1 << 17
+CHUNK_NUMBERS = 1 << 16
 _SPLIT = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf")
 # struct letters of the scalar value types by their number; 8 is a string, 9 an array.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
