@@ -282,7 +282,9 @@ def test_version_is_the_project_s():
 
 @pytest.mark.slow
 def test_real_model_answers_batches_chats_and_scores(smollm2_gguf: Path):
-    with LLM(str(smollm2_gguf), policy="float32", max_num_seqs=2, max_model_len=128) as llm:
+    with LLM(
+        str(smollm2_gguf), policy="float32", max_num_seqs=2, max_model_len=128, prefill_buckets=[[2, 64]]
+    ) as llm:
         greedy = SamplingParams(temperature=0, max_tokens=30)
         first, second = llm.generate(["The capital of France is", "Roses are red, "], greedy)
         assert first.outputs[0].text == " Paris.\n\nThe answer is: 2018-01-22 12:12:53."
