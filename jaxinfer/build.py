@@ -14,6 +14,7 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.runner import Buckets, DeviceRunner
 from jaxinfer.hardware import has_native_bfloat16, host_memory_bytes
 from jaxinfer.kernels.attention.api import choose_attention
+from jaxinfer.kernels.attention.blocked import BLOCK
 from jaxinfer.model.cache import init_cache, page_bytes
 from jaxinfer.model.decoder import Static, stack_layers, stack_sizes
 from jaxinfer.schedule.pages import PagePool
@@ -125,27 +126,25 @@ def kv_pages(text: str, bytes_a_page: int, pages_for_all: int, pages_for_one: in
     return pages
 
 
-def choose_buckets(config: RunConfig, policy: Policy) -> Buckets:
+def choose_buckets(config: RunConfig, max_len: int) -> Buckets:
     """Returns the shapes to compile: a few, since each costs seconds before the first request.
 
-    Decode rows grow by powers of two; prefill shapes cover one long chunk and several short ones.
+    Decode rows grow by powers of two, over a short context and the longest; prefill shapes cover one long chunk and
+    several short ones.
     """
-    R, budget = config.max_num_seqs, config.max_num_batched_tokens
-    least = min(2, R) if policy.compute_dtype.itemsize < 4 else 1
-    decode = sorted(
-        {min(R, max(least, b)) for b in (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, R) if b < 2 * R}
-    )
-    if config.prefill_buckets:
-        prefill = sorted(config.prefill_buckets, key=lambda p: p[0] * p[1])
-        if max(T for _, T in prefill) < 1 or any(b < 1 or T < 1 for b, T in prefill):
-            raise ValueError(
-                f"prefill_buckets: got {config.prefill_buckets}, rows and tokens must be at least 1"
-            )
-    else:
+    R, budget, Z = config.max_num_seqs, config.max_num_batched_tokens, config.page_size
+    decode = sorted({min(max(R, 2), 2**i) for i in range(1, 12)})  # one row is no cheaper than two
+    prefill = config.prefill_buckets
+    if not prefill:
         short = min(64, budget)
-        together = min(R, budget // short)
-        prefill = sorted({(1, short), (together, short), (1, budget)}, key=lambda p: (p[0] * p[1], p))
-    return Buckets(tuple(decode), tuple(prefill), (R,) if R > 1 else (), config.num_decode_steps)
+        prefill = ((1, short), (min(R, budget // short), short), (1, budget))
+    if any(b < 1 or T < 1 for b, T in prefill):
+        raise ValueError(f"prefill_buckets: got {prefill}, rows and tokens must be at least 1")
+    widths = sorted({min(-(-max_len // Z), w) for w in (max(1, BLOCK // Z), -(-max_len // Z))})
+    mixed = (decode[-1],) if R > 1 else ()
+    return Buckets(
+        tuple(decode), tuple(sorted(set(prefill))), Z, tuple(widths), mixed, config.num_decode_steps
+    )
 
 
 def plan_memory(config: RunConfig, cfg: ModelConfig, policy: Policy, say: Say) -> tuple[int, int]:
@@ -166,8 +165,9 @@ def plan_memory(config: RunConfig, cfg: ModelConfig, policy: Policy, say: Say) -
     if pages < for_one:
         if config.max_model_len is not None:
             raise ValueError(
-                f"kv_memory: {config.kv_memory} buys {pages} pages, but one sequence of max_model_len = {max_len} "
-                f"tokens needs {for_one}; raise kv_memory to {for_one * each} bytes or lower max_model_len to {pages * Z}"
+                f"kv_memory: {config.kv_memory} buys {pages} pages, but a sequence of max_model_len = {max_len} "
+                f"tokens needs {for_one}; raise kv_memory to {for_one * each} bytes or lower max_model_len to "
+                f"{pages * Z}"
             )
         max_len = pages * Z
         say(f"max_model_len {max_len}: cut from the model's {cfg.max_len} to what the cache holds")
@@ -205,15 +205,15 @@ def build_engine(config: RunConfig, model: Model | None = None, say: Say = lambd
     cfg = model.cfg
     policy, reason = choose_policy(config.policy)
     say(f"model {model.name}: {cfg.family}, {cfg.num_layers} layers; policy {policy} ({reason})")
-    buckets = choose_buckets(config, policy)
     num_pages, max_len = plan_memory(config, cfg, policy, say)
+    buckets = choose_buckets(config, max_len)
     static = Static(cfg, policy, choose_attention(config.attention), max_len)
     sizes = stack_sizes(cfg, config.stack_size or default_stack_size(cfg))
     params = stack_layers(model.load(policy, None, None), sizes)
     cache = init_cache(cfg, policy, sizes, num_pages, config.page_size)
     caps = SlotCaps()
     slots = init_slots(config.max_num_seqs, max_len, cfg.vocab_size, caps)
-    table = StepTable(static, params, cache, slots, width=-(-max_len // config.page_size))
+    table = StepTable(static, params, cache, slots)
     table.compile(buckets.shapes(), say)
     runner = DeviceRunner(params, cache, slots, table, buckets)
     limits = SchedulerConfig(

@@ -16,8 +16,9 @@ import numpy as np
 from jaxinfer.engine.protocol import StepResult, TokenLogprobs
 from jaxinfer.schedule.plan import Admission, DecodeRow, Plan, PrefillPiece
 from jaxinfer.steps.compiled import Shape, StepTable
+from jaxinfer.steps.sampling import Sampled
 from jaxinfer.steps.slots import Slots, pack_row
-from jaxinfer.steps.steps import DecodeRows, PrefillRows
+from jaxinfer.steps.steps import Ahead, DecodeRows, PrefillRows
 
 
 @dataclass(frozen=True)
@@ -25,21 +26,27 @@ class Buckets:
     """The shapes that a run compiles.
 
     Attributes:
-      decode: rows, ascending. prefill: ``(rows, tokens a row)``, ascending by their product.
+      decode: rows, ascending. prefill: ``(rows, tokens a row)``.
+      page_size: Z. widths: page ids a row, ascending; the last holds the longest sequence. Decode takes the smallest
+        that holds its rows, prefill the last.
       mixed: rows of decode that a mixed step may hold, ascending; empty never mixes.
       num_steps: decode steps of the multi-step executables, 1 for none.
     """
 
     decode: tuple[int, ...]
     prefill: tuple[tuple[int, int], ...]
+    page_size: int
+    widths: tuple[int, ...]
     mixed: tuple[int, ...] = ()
     num_steps: int = 1
 
     def shapes(self) -> tuple[Shape, ...]:
-        """Returns every executable of the run."""
-        shapes = [Shape(prefill=p) for p in self.prefill] + [Shape(decode=b) for b in self.decode]
-        shapes += [Shape(b, p) for b in self.mixed for p in self.prefill]
-        shapes += [Shape(b, num_steps=self.num_steps) for b in self.decode if self.num_steps > 1]
+        """Returns every forward step of the run."""
+        W = self.widths[-1]
+        shapes = [Shape(0, p, W) for p in self.prefill]
+        shapes += [Shape(b, (0, 0), w) for b in self.decode for w in self.widths]
+        shapes += [Shape(b, p, W) for b in self.mixed for p in self.prefill]
+        shapes += [Shape(b, (0, 0), W, self.num_steps) for b in self.decode if self.num_steps > 1]
         return tuple(shapes)
 
 
@@ -51,15 +58,43 @@ class Call:
     decode: tuple[DecodeRow, ...]
     prefill: tuple[PrefillPiece, ...]
 
+    @property
+    def blocks(self) -> list[tuple[DecodeRow, ...] | tuple[PrefillPiece, ...]]:
+        """The rows of each block of the shape, decode rows first."""
+        return [
+            rows
+            for rows, there in ((self.decode, self.shape.decode), (self.prefill, self.shape.prefill[0]))
+            if there
+        ]
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What one block of rows draws.
+
+    Attributes:
+      rows: whose draws they are, in order. found: on the device, `Sampled` or the ids alone of greedy rows.
+      scored: whether a row wants log-probabilities.
+    """
+
+    rows: tuple[DecodeRow | PrefillPiece, ...]
+    found: Any
+    scored: bool
+
 
 @dataclass(frozen=True)
 class Pending:
-    """A dispatched plan, unread: calls, their outputs on the device, and whether anybody wants log-probabilities."""
+    """A dispatched plan, unread.
+
+    Attributes:
+      plan: what runs.
+      draws: what its blocks draw.
+      scores: what was computed of prompts, by index of the plan's pieces: ``(TokenLogprobs, row)``.
+    """
 
     plan: Plan
-    calls: tuple[tuple[Call, Any], ...]
-    wants_logprobs: bool
-    wants_prompt: frozenset[int]
+    draws: tuple[Draws, ...]
+    scores: dict[int, tuple[Any, int]]
 
 
 class DeviceRunner:
@@ -83,36 +118,42 @@ class DeviceRunner:
         self._params, self._cache, self._slots = params, cache, slots
         self._table, self._buckets = table, buckets
         self._guard = guard
+        self._plain: set[int] = set()
         self._wants: set[int] = set()
         self._wants_prompt: set[int] = set()
 
     def dispatch(self, plan: Plan) -> Pending:
         """Starts a plan and returns at once."""
+        draws: list[Draws] = []
+        scores: dict[int, tuple[Any, int]] = {}
         with jax.transfer_guard("disallow") if self._guard else contextlib.nullcontext():
             for admission in plan.admitted:
                 self._admit(admission)
-            calls = tuple(
-                (call, self._run(call, plan.page_table)) for call in split_plan(plan, self._buckets)
-            )
-        wants = any(row.slot in self._wants for row in (*plan.decode, *plan.prefill))
-        prompts = frozenset(i for i, piece in enumerate(plan.prefill) if piece.slot in self._wants_prompt)
-        return Pending(plan, calls, wants, prompts)
+            for call in split_plan(plan, self._buckets):
+                draws += self._run(call, plan, scores)
+        return Pending(plan, tuple(draws), scores)
 
     def collect(self, pending: Pending) -> StepResult:
         """Waits for one dispatched plan, oldest first, and brings its draws to the host."""
         plan = pending.plan
-        rows = {row.slot: i for i, row in enumerate(plan.decode)}
+        row_of = {row.slot: i for i, row in enumerate(plan.decode)}
         last = [piece.slot for piece in plan.prefill if piece.is_last]
-        rows |= {slot: len(plan.decode) + i for i, slot in enumerate(last)}
+        row_of |= {slot: len(plan.decode) + i for i, slot in enumerate(last)}
         tokens = np.zeros((plan.num_result_rows, plan.num_decode_steps), np.int32)
-        drawn: list[tuple[list[int], list[int], Any]] = []
-        for call, out in pending.calls:
-            source, target = _result_rows(call, rows)
-            if source:
-                tokens[target] = np.asarray(out.sampled.tokens)[:, source].T
-                drawn.append((source, target, out.sampled))
-        logprobs = _gather_logprobs(drawn, tokens.shape) if pending.wants_logprobs and drawn else None
-        return StepResult(tokens, logprobs, self._prompt_logprobs(pending))
+        scored: list[tuple[list[int], list[int], Sampled]] = []
+        for draws in pending.draws:
+            drawn = [
+                i for i, row in enumerate(draws.rows) if not isinstance(row, PrefillPiece) or row.is_last
+            ]
+            target = [row_of[draws.rows[i].slot] for i in drawn]
+            found = draws.found
+            ids = np.asarray(found.tokens if isinstance(found, Sampled) else found)
+            tokens[target] = ids.reshape(plan.num_decode_steps, -1)[:, drawn].T
+            if draws.scored and drawn:
+                scored.append((drawn, target, found))
+        logprobs = _gather_logprobs(scored, tokens.shape) if scored else None
+        prompts = tuple(self._prompt_logprobs(pending, i) for i in range(len(plan.prefill)))
+        return StepResult(tokens, logprobs, prompts if pending.scores else ())
 
     def _admit(self, admission: Admission) -> None:
         row = pack_row(
@@ -126,35 +167,48 @@ class DeviceRunner:
         )
         slot = admission.slot
         self._slots = self._table.install(self._slots, jax.device_put(np.int32(slot)), jax.device_put(row))
-        for wanting, asked in (
-            (self._wants, admission.params.logprobs),
-            (self._wants_prompt, admission.params.prompt_logprobs),
+        params = admission.params
+        for slots, asked in (
+            (self._plain, params.is_plain_greedy),
+            (self._wants, params.logprobs is not None),
+            (self._wants_prompt, params.prompt_logprobs is not None),
         ):
-            (wanting.discard if asked is None else wanting.add)(slot)
+            (slots.add if asked else slots.discard)(slot)
 
-    def _run(self, call: Call, page_table: np.ndarray) -> Any:
-        packed = []
-        if call.shape.decode:
-            packed.append(pack_decode(call.decode, call.shape.decode, page_table))
-        if call.shape.prefill[0]:
-            packed.append(pack_prefill(call.prefill, *call.shape.prefill, page_table))
+    def _run(self, call: Call, plan: Plan, scores: dict[int, tuple[Any, int]]) -> list[Draws]:
+        """Starts one call; returns its draws and notes what it computes of prompts."""
+        shape, prefill = call.shape, call.shape.prefill
+        packed: list[Any] = []
+        if shape.decode:
+            packed.append(pack_decode(call.decode, shape.decode, plan.page_table[:, : shape.width]))
+        if prefill[0]:
+            packed.append(pack_prefill(call.prefill, *prefill, plan.page_table))
         buffers = jax.device_put(tuple(packed))
-        step = self._table[call.shape]
-        out, self._cache, self._slots = step(self._params, self._cache, self._slots, *buffers)
-        return out
+        forward = self._table.forward(shape)
+        if shape.num_steps > 1:
+            drawn, self._cache, self._slots = forward(self._params, self._cache, self._slots, *buffers)
+            return [Draws(call.decode, drawn, any(row.slot in self._wants for row in call.decode))]
+        ahead, self._cache, self._slots = forward(self._params, self._cache, self._slots, *buffers)
+        wanted = [(row, piece) for row, piece in enumerate(call.prefill) if piece.slot in self._wants_prompt]
+        if wanted:
+            scored = self._table.score(shape)(self._params, ahead[-1].x, buffers[-1])
+            index = {(piece.slot, piece.start): i for i, piece in enumerate(plan.prefill)}
+            scores |= {index[piece.slot, piece.start]: (scored, row) for row, piece in wanted}
+        return [self._draw(one, rows) for one, rows in zip(ahead, call.blocks, strict=True)]
 
-    def _prompt_logprobs(self, pending: Pending) -> tuple[TokenLogprobs | None, ...]:
-        if not pending.wants_prompt:
-            return ()
-        index = {(piece.slot, piece.start): i for i, piece in enumerate(pending.plan.prefill)}
-        found: list[TokenLogprobs | None] = [None] * len(index)
-        for call, out in pending.calls:
-            wanted = {row: index[piece.slot, piece.start] for row, piece in enumerate(call.prefill)}
-            wanted = {row: i for row, i in wanted.items() if i in pending.wants_prompt}
-            scores = jax.device_get(out.prompt) if wanted else None
-            for row, i in wanted.items():
-                found[i] = _cut(scores, row, len(call.prefill[row].tokens))
-        return tuple(found)
+    def _draw(self, ahead: Ahead, rows: Sequence[DecodeRow | PrefillPiece]) -> Draws:
+        """Starts the draws of one block, the cheap ones where no row asks for more than the likeliest token."""
+        slots = {row.slot for row in rows}
+        draw = self._table.draw(len(ahead.rows), greedy=slots <= self._plain)
+        drawn, self._slots = draw(self._slots, ahead.logits, ahead.rows)
+        return Draws(tuple(rows), drawn, not self._wants.isdisjoint(slots))
+
+    def _prompt_logprobs(self, pending: Pending, piece: int) -> TokenLogprobs | None:
+        if piece not in pending.scores:
+            return None
+        scored, row = pending.scores[piece]
+        length = len(pending.plan.prefill[piece].tokens)
+        return _logprobs(jax.tree.map(lambda leaf: np.asarray(leaf)[row, :length], scored))
 
 
 def split_plan(plan: Plan, buckets: Buckets) -> list[Call]:
@@ -175,15 +229,24 @@ def split_plan(plan: Plan, buckets: Buckets) -> list[Call]:
             raise ValueError(f"a prefill piece of {longest} tokens, but the buckets are {buckets.prefill}")
         b, T = min(fitting, key=lambda shape: (-(-len(left) // shape[0]) * shape[0] * shape[1], shape))
         taken, left = tuple(left[:b]), left[b:]
-        mixed = [B for B in buckets.mixed if B >= len(decode) > 0]
-        calls.append(Call(Shape(min(mixed, default=0), (b, T)), decode if mixed else (), taken))
+        mixed = [B for B in buckets.mixed if decode and len(decode) <= B]
+        calls.append(
+            Call(Shape(min(mixed, default=0), (b, T), buckets.widths[-1]), decode if mixed else (), taken)
+        )
         decode = () if mixed else decode
     if decode:
-        fitting_rows = [B for B in buckets.decode if len(decode) <= B]
-        if not fitting_rows:
-            raise ValueError(f"{len(decode)} decode rows, but the buckets are {buckets.decode}")
-        calls.append(Call(Shape(fitting_rows[0], num_steps=plan.num_decode_steps), decode, ()))
+        calls.append(Call(_decode_shape(decode, plan, buckets), decode, ()))
     return calls
+
+
+def _decode_shape(rows: Sequence[DecodeRow], plan: Plan, buckets: Buckets) -> Shape:
+    fitting = [B for B in buckets.decode if len(rows) <= B]
+    if not fitting:
+        raise ValueError(f"{len(rows)} decode rows, but the buckets are {buckets.decode}")
+    if plan.num_decode_steps > 1:
+        return Shape(fitting[0], (0, 0), buckets.widths[-1], plan.num_decode_steps)
+    needed = max(row.position for row in rows) // buckets.page_size + 1
+    return Shape(fitting[0], (0, 0), next(w for w in buckets.widths if w >= needed))
 
 
 def pack_decode(rows: Sequence[DecodeRow], num_rows: int, page_table: np.ndarray) -> DecodeRows:
@@ -214,35 +277,28 @@ def pack_prefill(
     return PrefillRows(packed)
 
 
-def _result_rows(call: Call, rows: dict[int, int]) -> tuple[list[int], list[int]]:
-    """Returns the rows of a call that hold a draw, and the rows of the result that they go to."""
-    source = list(range(len(call.decode)))
-    target = [rows[row.slot] for row in call.decode]
-    for i, piece in enumerate(call.prefill):
-        if piece.is_last:
-            source.append(call.shape.decode + i)
-            target.append(rows[piece.slot])
-    return source, target
-
-
-def _cut(scores: Any, row: int, length: int) -> TokenLogprobs:
-    return _logprobs(jax.tree.map(lambda leaf: leaf[row, :length], scores))
-
-
 def _logprobs(found: Any) -> TokenLogprobs:
     return TokenLogprobs(found.logprob, found.rank, found.top_ids, found.top_logprobs)
 
 
-def _gather_logprobs(drawn: list[tuple[list[int], list[int], Any]], shape: tuple[int, int]) -> TokenLogprobs:
+def _gather_logprobs(
+    drawn: list[tuple[list[int], list[int], Sampled]], shape: tuple[int, int]
+) -> TokenLogprobs:
     """Returns the draws' log-probabilities laid out ``[rows, steps]`` as `StepResult` has them."""
-    gathered: TokenLogprobs | None = None
-    for source, target, sampled in drawn:
-        part = _logprobs(jax.device_get(sampled))
-        if gathered is None:
-            fields = (part.chosen, part.ranks, part.top_ids, part.top)
-            gathered = TokenLogprobs(*(np.zeros(shape + a.shape[2:], a.dtype) for a in fields))
-        for name in ("chosen", "ranks", "top_ids", "top"):
-            getattr(gathered, name)[target] = np.swapaxes(getattr(part, name)[:, source], 0, 1)
-    if gathered is None:
-        raise ValueError("log-probabilities were asked for, but the plan draws no token")
-    return gathered
+    parts = [_logprobs(jax.device_get(sampled)) for _, _, sampled in drawn]
+    whole = TokenLogprobs(
+        *(np.zeros((*shape, *_by_row(a, shape).shape[2:]), a.dtype) for a in _fields(parts[0]))
+    )
+    for (source, target, _), part in zip(drawn, parts, strict=True):
+        for into, leaf in zip(_fields(whole), _fields(part), strict=True):
+            into[target] = _by_row(leaf, shape)[source]
+    return whole
+
+
+def _fields(logprobs: TokenLogprobs) -> tuple[np.ndarray, ...]:
+    return (logprobs.chosen, logprobs.ranks, logprobs.top_ids, logprobs.top)
+
+
+def _by_row(leaf: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """``[B, ...]`` of one step or ``[n, B, ...]`` of several as ``[B, n, ...]``."""
+    return leaf[:, None] if shape[1] == 1 else np.swapaxes(leaf, 0, 1)

@@ -118,8 +118,15 @@ def write_pages(cache: Pages, layer: jax.Array | int, slots: jax.Array, k: jax.A
       The pages after the write.
     """
 
+    num_slots = cache.num_pages * cache.page_size
+    # One flat axis: XLA's CPU backend writes rows of it in place, and other forms not.
+    total = cache.k.shape[0] * num_slots
+    rows = jnp.where((slots >= 0) & (slots < num_slots), layer * num_slots + slots, total)
+
     def write(pool: jax.Array, new: jax.Array) -> jax.Array:
-        flat = pool.reshape(pool.shape[0], -1, *pool.shape[3:])
-        return flat.at[layer, slots].set(new.astype(pool.dtype), mode="drop").reshape(pool.shape)
+        flat = pool.reshape(total, -1)
+        return (
+            flat.at[rows].set(new.reshape(len(rows), -1).astype(pool.dtype), mode="drop").reshape(pool.shape)
+        )
 
     return Pages(write(cache.k, k), write(cache.v, v))

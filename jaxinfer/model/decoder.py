@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxinfer.arrays.precision import Policy
-from jaxinfer.arrays.quant import einsum
+from jaxinfer.arrays.quant import linear
 from jaxinfer.arrays.specs import ParamSpec
 from jaxinfer.config import LayerKind, ModelConfig
 from jaxinfer.kernels.attention.api import paged_attention
@@ -59,12 +59,15 @@ class Static:
 
 
 def layer_specs(cfg: ModelConfig, kind: LayerKind) -> dict[str, Any]:
-    """Returns the parameter descriptions of one layer, by room: attn, mlp or moe, norms."""
+    """Returns the parameter descriptions of one layer, by room: attn, mlp or moe, norms.
+
+    Matrices are ``[*out, *in]``, as checkpoints have them; experts ``[E, in, out]``, as ragged matmuls want them.
+    """
     D, a = cfg.d_model, cfg.attention
     N, K, H = a.num_heads, a.num_kv_heads, a.head_dim
     heads = {"q": (N, "heads"), "k": (K, "kv_heads"), "v": (K, "kv_heads")}
-    attn = {name: ParamSpec((D, n, H), ("embed", axis, None)) for name, (n, axis) in heads.items()}
-    attn["o"] = ParamSpec((N, H, D), ("heads", None, "embed"))
+    attn = {name: ParamSpec((n, H, D), (axis, None, "embed")) for name, (n, axis) in heads.items()}
+    attn["o"] = ParamSpec((D, N, H), ("embed", "heads", None))
     if a.qkv_bias:
         attn |= {f"{name}_bias": ParamSpec((n, H), (axis, None), "bias") for name, (n, axis) in heads.items()}
     if a.out_bias:
@@ -86,13 +89,11 @@ def layer_specs(cfg: ModelConfig, kind: LayerKind) -> dict[str, Any]:
 
 def _mlp_specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
     D, F, m = cfg.d_model, cfg.mlp.ffn_dim, cfg.mlp
-    specs = {"up": ParamSpec((D, F), ("embed", "ffn")), "down": ParamSpec((F, D), ("ffn", "embed"))}
+    specs = {"up": ParamSpec((F, D), ("ffn", "embed")), "down": ParamSpec((D, F), ("embed", "ffn"))}
     if m.gated:
         specs["gate"] = specs["up"]
     if m.bias:
-        specs |= {
-            f"{n}_bias": ParamSpec((s.shape[-1],), (s.axes[-1],), "bias") for n, s in list(specs.items())
-        }
+        specs |= {f"{n}_bias": ParamSpec(s.shape[:1], s.axes[:1], "bias") for n, s in list(specs.items())}
     return specs
 
 
@@ -100,7 +101,7 @@ def _moe_specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
     D, E, F = cfg.d_model, cfg.mlp.num_experts, cfg.mlp.expert_dim
     up = ParamSpec((E, D, F), ("experts", "embed", "ffn"))
     down = ParamSpec((E, F, D), ("experts", "ffn", "embed"))
-    return {"router": ParamSpec((D, E), ("embed", None), "router"), "gate": up, "up": up, "down": down}
+    return {"router": ParamSpec((E, D), (None, "embed"), "router"), "gate": up, "up": up, "down": down}
 
 
 def param_specs(cfg: ModelConfig) -> dict[str, Any]:
@@ -118,7 +119,7 @@ def param_specs(cfg: ModelConfig) -> dict[str, Any]:
         "final_norm": final,
     }
     if not cfg.tied:
-        specs["head"] = {"w": ParamSpec((D, V), ("embed", "vocab"), "head")}
+        specs["head"] = {"w": ParamSpec((V, D), ("vocab", "embed"), "head")}
     return specs
 
 
@@ -149,10 +150,12 @@ def stack_layers(params: dict[str, Any], sizes: Sequence[int]) -> dict[str, Any]
     stacks = []
     for size in sizes:
         group, layers = layers[:size], layers[size:]
-        stacks.append(
-            jax.tree.map(lambda *leaves: leaves[0][None] if size == 1 else jnp.stack(leaves), *group)
-        )
+        stacks.append(jax.tree.map(_stack, *group))
     return {**params, "stacks": tuple(stacks)}
+
+
+def _stack(*leaves: jax.Array) -> jax.Array:
+    return leaves[0][None] if len(leaves) == 1 else jnp.stack(leaves)
 
 
 def embed(params: dict[str, Any], static: Static, tokens: jax.Array, positions: jax.Array) -> jax.Array:
@@ -168,10 +171,8 @@ def embed(params: dict[str, Any], static: Static, tokens: jax.Array, positions: 
 
 def unembed(params: dict[str, Any], static: Static, x: jax.Array) -> jax.Array:
     """Returns float32 logits ``[M, V]`` of the normed stream ``x [M, D]``."""
-    spec, w = (
-        ("md,vd->mv", params["embed"]["tokens"]) if static.cfg.tied else ("md,dv->mv", params["head"]["w"])
-    )
-    return softcap(einsum(spec, x, w, static.policy, jnp.dtype(jnp.float32)), static.cfg.final_softcap)
+    w = params["embed"]["tokens"] if static.cfg.tied else params["head"]["w"]
+    return softcap(linear(x, w, static.policy, jnp.dtype(jnp.float32)), static.cfg.final_softcap)
 
 
 def forward(
@@ -192,7 +193,10 @@ def forward(
     spans = [b.start[:, None] + jnp.arange(b.tokens.shape[1], dtype=jnp.int32) for b in blocks]
     positions = jnp.concatenate([s.reshape(-1) for s in spans])
     x = embed(params, static, jnp.concatenate([b.tokens.reshape(-1) for b in blocks]), positions)
-    tables = [rotary(positions, *inv_freq(rope, static.context)) for rope in cfg.ropes]
+    # Behind a barrier, or XLA computes each cosine anew in every layer that reads it.
+    tables = jax.lax.optimization_barrier(
+        [rotary(positions, *inv_freq(rope, static.context)) for rope in cfg.ropes]
+    )
     done = 0
     new_cache = []
     for stack, pages in zip(params["stacks"], cache, strict=True):

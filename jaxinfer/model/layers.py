@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.arrays.precision import Policy
-from jaxinfer.arrays.quant import einsum
+from jaxinfer.arrays.quant import linear
 from jaxinfer.config import AttentionConfig, MlpConfig, NormConfig
 
 Params = dict[str, jax.Array]
@@ -47,7 +47,7 @@ def project_qkv(
     """Returns queries ``[M, N, H]``, keys and values ``[M, K, H]``, normalised where the model does, not rotated."""
 
     def project(name: str) -> jax.Array:
-        y = einsum("md,dnh->mnh", x, p[name], policy)
+        y = linear(x, p[name], policy)
         if cfg.qkv_bias:
             y = (y + p[f"{name}_bias"]).astype(y.dtype)
         if cfg.qk_norm != "none" and name != "v":
@@ -59,7 +59,7 @@ def project_qkv(
 
 def project_out(x: jax.Array, p: Params, policy: Policy) -> jax.Array:
     """Returns ``[M, D]`` from the heads' outputs ``[M, N, H]``."""
-    y = einsum("mnh,nhd->md", x, p["o"], policy)
+    y = linear(x, p["o"], policy)
     return (y + p["o_bias"]).astype(y.dtype) if "o_bias" in p else y
 
 
@@ -67,17 +67,17 @@ def mlp(x: jax.Array, p: Params, cfg: MlpConfig, policy: Policy) -> jax.Array:
     """Returns the dense feed-forward block of ``x [M, D]``."""
     act = ACTIVATIONS[cfg.activation]
 
-    def project(name: str, spec: str, y: jax.Array) -> jax.Array:
-        z = einsum(spec, y, p[name], policy)
+    def project(name: str, y: jax.Array) -> jax.Array:
+        z = linear(y, p[name], policy)
         return (z + p[f"{name}_bias"]).astype(z.dtype) if cfg.bias else z
 
-    up = project("up", "md,df->mf", x)
+    up = project("up", x)
     if cfg.gated:
-        gate = project("gate", "md,df->mf", x)
+        gate = project("gate", x)
         hidden = (act(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(x.dtype)
     else:
         hidden = act(up.astype(jnp.float32)).astype(x.dtype)
-    return project("down", "mf,fd->md", hidden)
+    return project("down", hidden)
 
 
 def softcap(x: jax.Array, cap: float | None) -> jax.Array:

@@ -14,13 +14,13 @@ def route(x: jax.Array, router: jax.Array, cfg: MlpConfig) -> tuple[jax.Array, j
     """Returns each token's experts and their weights, in float32.
 
     Args:
-      x: ``[M, D]``. router: ``[D, E]`` float32.
+      x: ``[M, D]``. router: ``[E, D]`` float32.
       cfg: says how many experts a token visits and whether their probabilities are scaled to sum to 1.
 
     Returns:
       ``[M, experts_per_token]`` expert ids (int32) and weights (float32).
     """
-    logits = jnp.einsum("md,de->me", x.astype(jnp.float32), router, precision="highest")
+    logits = jnp.einsum("md,ed->me", x.astype(jnp.float32), router, precision="highest")
     weights, experts = jax.lax.top_k(jax.nn.softmax(logits, -1), cfg.experts_per_token)
     if cfg.normalize_router:
         weights = weights / weights.sum(-1, keepdims=True)
@@ -35,7 +35,7 @@ def moe(x: jax.Array, p: Params, cfg: MlpConfig, policy: Policy) -> jax.Array:
 
     Args:
       x: ``[M, D]``.
-      p: ``router [D, E]``, ``gate`` and ``up`` ``[E, D, F]``, ``down [E, F, D]``.
+      p: ``router [E, D]``, ``gate`` and ``up`` ``[E, D, F]``, ``down [E, F, D]``.
     """
     M, E, k = x.shape[0], cfg.num_experts, cfg.experts_per_token
     experts, weights = route(x, p["router"], cfg)

@@ -1,4 +1,4 @@
-"""Steps compiled ahead of serving, one executable a bucket, with a table of what that cost.
+"""Steps compiled ahead of serving, with a table of what that cost.
 
 Buckets are sorted; the smallest that fits is taken. Serving calls executables only: a shape that has none is an
 error, never a compilation.
@@ -6,9 +6,12 @@ error, never a compilation.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,27 +19,46 @@ import jax.numpy as jnp
 
 from jaxinfer.model.decoder import Static
 from jaxinfer.steps.slots import install_row
-from jaxinfer.steps.steps import DecodeRows, PrefillRows, decode_steps, serve_step
+from jaxinfer.steps.steps import (
+    MIN_DRAWS,
+    DecodeRows,
+    PrefillRows,
+    decode_steps,
+    draw,
+    draw_greedy,
+    forward_step,
+    score_prompt,
+)
+
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, order=True)
 class Shape:
-    """The shape of one executable.
+    """The shape of one forward executable.
 
     Attributes:
       decode: B decode rows, 0 for none.
       prefill: ``(b, T)`` prefill rows and tokens a row, ``(0, 0)`` for none.
-      num_steps: decode steps without return to the host (1 with prefill rows).
+      width: W, page ids a row, which bounds the context.
+      num_steps: decode steps, draws included, without return to the host (1 with prefill rows).
     """
 
-    decode: int = 0
-    prefill: tuple[int, int] = (0, 0)
+    decode: int
+    prefill: tuple[int, int]
+    width: int
     num_steps: int = 1
+
+    @property
+    def draws(self) -> tuple[int, ...]:
+        """Rows of logits that each block leaves behind, decode rows first."""
+        return tuple(max(MIN_DRAWS, rows) for rows in (self.decode, self.prefill[0]) if rows)
 
     def __str__(self) -> str:
         parts = [f"decode {self.decode}"] if self.decode else []
         parts += ["prefill {}x{}".format(*self.prefill)] if self.prefill[0] else []
-        return " + ".join(parts) + (f" x{self.num_steps} steps" if self.num_steps > 1 else "")
+        steps = f" x{self.num_steps} steps" if self.num_steps > 1 else ""
+        return f"{' + '.join(parts)} over {self.width} pages{steps}"
 
 
 @dataclass(frozen=True)
@@ -44,8 +66,8 @@ class Compiled:
     """An executable and what it cost.
 
     Attributes:
-      call: ``(params, cache, slots, *packed) -> (StepOutput, cache, slots)``; cache and slots are donated.
-      seconds: to lower and compile, or to load. temp_bytes: memory it needs beside its arguments and results.
+      call: the executable.
+      seconds: to lower and compile. temp_bytes: memory it needs beside its arguments and results.
     """
 
     call: Callable[..., Any]
@@ -54,83 +76,133 @@ class Compiled:
 
 
 class StepTable:
-    """The executables of a run, by shape.
+    """The executables of a run, by name.
 
     Args:
       static: what steps are compiled for.
       params, cache, slots: the state, or `jax.ShapeDtypeStruct` trees with its shapes and shardings.
-      width: W, page ids a row.
     """
 
-    def __init__(self, static: Static, params: Any, cache: Any, slots: Any, width: int) -> None:
-        self.static, self.width = static, width
+    def __init__(self, static: Static, params: Any, cache: Any, slots: Any) -> None:
+        self.static = static
         self._state = jax.tree.map(_abstract, (params, cache, slots))
-        self.steps: dict[Shape, Compiled] = {}
-        self._install: Callable[..., Any] | None = None
+        self.executables: dict[str, Compiled] = {}
 
-    def compile(self, shapes: Iterable[Shape], say: Callable[[str], None] = lambda line: None) -> None:
-        """Compiles every shape that has no executable yet, and the filling of a slot.
+    def compile(self, shapes: Iterable[Shape], say: Say = lambda line: None) -> None:
+        """Compiles what serving these shapes needs and is not there yet, as many at once as there are cores.
 
         Args:
-          shapes: wanted.
-          say: is told of each finished one.
+          shapes: of the forward steps.
+          say: is told of each finished executable.
         """
-        if self._install is None:
-            slots = self._state[2]
-            row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), slots.packed)
-            index = jax.ShapeDtypeStruct((), jnp.int32)
-            self._install = jax.jit(install_row, donate_argnums=0).lower(slots, index, row).compile()
-        for shape in shapes:
-            if shape not in self.steps:
-                self.steps[shape] = done = self._compile_step(shape)
-                say(f"compiled {shape} in {done.seconds:.1f} s, {done.temp_bytes / 2**20:.0f} MiB temporary")
+        wanted = {name: make for name, make in self._wanted(shapes).items() if name not in self.executables}
+
+        def build(name: str) -> tuple[str, Compiled]:
+            began = time.perf_counter()
+            compiled = wanted[name]().compile()
+            memory = compiled.memory_analysis()
+            temp = int(memory.temp_size_in_bytes) if memory is not None else 0
+            return name, Compiled(compiled, time.perf_counter() - began, temp)
+
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            for name, done in pool.map(build, wanted):
+                self.executables[name] = done
+                say(f"compiled {name} in {done.seconds:.1f} s, {done.temp_bytes / 2**20:.0f} MiB temporary")
+
+    def forward(self, shape: Shape) -> Callable[..., Any]:
+        """``(params, cache, slots, *packed)``: see `forward_step`, or `decode_steps` for several steps."""
+        return self._get(str(shape))
+
+    def draw(self, num_rows: int, *, greedy: bool) -> Callable[..., Any]:
+        """``(slots, logits, rows)``: see `draw` and `draw_greedy`."""
+        return self._get(f"{'greedy' if greedy else 'draw'} {num_rows}")
+
+    def score(self, shape: Shape) -> Callable[..., Any]:
+        """``(params, x, prefill_rows)``: see `score_prompt`."""
+        return self._get(_score_name(shape))
 
     @property
     def install(self) -> Callable[..., Any]:
-        """``(slots, slot, row) -> slots``, compiled; slots are donated."""
-        if self._install is None:
-            raise RuntimeError("StepTable.install was used before compile")
-        return self._install
+        """``(slots, slot, row)``: see `install_row`."""
+        return self._get("install")
 
-    def __getitem__(self, shape: Shape) -> Callable[..., Any]:
-        """Returns the executable of ``shape``.
+    def _get(self, name: str) -> Callable[..., Any]:
+        if name not in self.executables:
+            raise KeyError(
+                f"no executable {name!r} was compiled ahead; there are: {'; '.join(self.executables)}"
+            )
+        return self.executables[name].call
 
-        Raises:
-          KeyError: it was not compiled ahead, with the shapes that were.
-        """
-        if shape not in self.steps:
-            raise KeyError(f"no executable for {shape}; compiled: {'; '.join(map(str, sorted(self.steps)))}")
-        return self.steps[shape].call
+    def _wanted(self, shapes: Iterable[Shape]) -> dict[str, Callable[[], Any]]:
+        """Returns how each executable is lowered, the slowest first."""
+        shapes = list(shapes)
+        single = [shape for shape in shapes if shape.num_steps == 1]
+        counts = sorted({count for shape in single for count in shape.draws})
+        wanted: dict[str, Callable[[], Any]] = {
+            str(shape): partial(self._lower_step, shape) for shape in shapes
+        }
+        wanted |= {f"draw {n}": partial(self._lower_draw, draw, n) for n in counts}
+        wanted |= {f"greedy {n}": partial(self._lower_draw, draw_greedy, n) for n in counts}
+        wanted |= {
+            _score_name(shape): partial(self._lower_score, shape) for shape in single if shape.prefill[0]
+        }
+        return wanted | {"install": self._lower_install}
 
-    def _compile_step(self, shape: Shape) -> Compiled:
-        began = time.perf_counter()
-        int32 = jnp.int32
-        B, (b, T) = shape.decode, shape.prefill
-        rows = DecodeRows(jax.ShapeDtypeStruct((B, 3 + self.width), int32)) if B else None
-        chunk = PrefillRows(jax.ShapeDtypeStruct((b, 4 + T + self.width), int32)) if b else None
-        static, width = self.static, self.width
+    def _lower_step(self, shape: Shape) -> Any:
+        B, b = shape.decode, shape.prefill[0]
+        rows = DecodeRows(_ints(B, 3 + shape.width)) if B else None
+        packed = tuple(p for p in (rows, _prefill_rows(shape) if b else None) if p is not None)
+        static, width = self.static, shape.width
 
-        def run(params, cache, slots, *packed):
+        def run(params: Any, cache: Any, slots: Any, *packed: Any) -> Any:
             if shape.num_steps > 1:
                 return decode_steps(params, cache, slots, packed[0], static, width, shape.num_steps)
             decode_rows = packed[0] if B else None
             prefill_rows = packed[-1] if b else None
-            return serve_step(params, cache, slots, decode_rows, prefill_rows, static, width)
+            return forward_step(params, cache, slots, decode_rows, prefill_rows, static, width)
 
-        packed = tuple(p for p in (rows, chunk) if p is not None)
-        compiled = jax.jit(run, donate_argnums=(1, 2)).lower(*self._state, *packed).compile()
-        memory = compiled.memory_analysis()
-        temp = int(memory.temp_size_in_bytes) if memory is not None else 0
-        return Compiled(compiled, time.perf_counter() - began, temp)
+        return jax.jit(run, donate_argnums=(1, 2)).lower(*self._state, *packed)
+
+    def _lower_draw(self, fn: Callable[..., Any], num_rows: int) -> Any:
+        logits = jax.ShapeDtypeStruct((num_rows, self.static.cfg.vocab_size), jnp.float32)
+        return jax.jit(fn, donate_argnums=0).lower(self._state[2], logits, _ints(num_rows, 3))
+
+    def _lower_score(self, shape: Shape) -> Any:
+        params, slots = self._state[0], self._state[2]
+        static, width, vocab_size = self.static, shape.width, slots.vocab_size
+
+        def run(params: Any, x: jax.Array, rows: PrefillRows) -> Any:
+            return score_prompt(params, x, rows, static, width, vocab_size)
+
+        x = jax.ShapeDtypeStruct((*shape.prefill, static.cfg.d_model), static.policy.compute_dtype)
+        return jax.jit(run).lower(params, x, _prefill_rows(shape))
+
+    def _lower_install(self) -> Any:
+        slots = self._state[2]
+        row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), slots.packed)
+        return jax.jit(install_row, donate_argnums=0).lower(slots, _ints(), row)
 
     def describe(self) -> str:
-        """Returns the table of executables: shape, seconds to compile, temporary memory."""
+        """Returns the table of executables: name, seconds to compile, temporary memory."""
         rows = [
-            f"{s!s:32s} {c.seconds:7.2f} s {c.temp_bytes / 2**20:9.1f} MiB" for s, c in self.steps.items()
+            f"{name:32s} {c.seconds:7.2f} s {c.temp_bytes / 2**20:9.1f} MiB"
+            for name, c in self.executables.items()
         ]
         return "\n".join([f"{'executable':32s} {'compile':>9s} {'temporary':>13s}", *rows])
 
 
+def _score_name(shape: Shape) -> str:
+    return "score {}x{} over {} pages".format(*shape.prefill, shape.width)
+
+
+def _prefill_rows(shape: Shape) -> PrefillRows:
+    b, T = shape.prefill
+    return PrefillRows(_ints(b, 4 + T + shape.width))
+
+
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:
-    sharding = getattr(x, "sharding", None)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))

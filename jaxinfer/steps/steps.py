@@ -1,7 +1,8 @@
 """The pure steps: arrays in, arrays out.
 
-`prefill` and `decode` are for those who bring their own jit, `serve_step` is the engine's. Example (it runs, see
-tests/steps/test_steps.py)::
+`prefill` and `decode` are for those who bring their own jit. The engine runs `forward_step`, then `draw` or the
+cheaper `draw_greedy` on its logits: apart, so that the sampler is compiled once for a number of rows and not in every
+step. Example (it runs, see tests/steps/test_example.py)::
 
     static = Static(cfg, Policy.parse("float32"))
     sizes = stack_sizes(cfg, 1)
@@ -18,6 +19,7 @@ tests/steps/test_steps.py)::
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -26,9 +28,10 @@ from flax import struct
 
 from jaxinfer.model.cache import KVCache, init_cache
 from jaxinfer.model.decoder import Block, Static, forward, unembed
-from jaxinfer.steps.sampling import Sampled, TokenLogprobs, sample, token_logprobs
+from jaxinfer.steps.sampling import Sampled, TokenLogprobs, greedy, sample, token_logprobs
 from jaxinfer.steps.slots import Slots, gather_rows, write_tokens
 
+MIN_DRAWS = 2  # rows of logits at least: one row is no cheaper, and a count less to compile a sampler for
 SCORE_ROWS = 32  # positions whose logits exist at once while prompts are scored: 32 V numbers, not T V
 
 
@@ -56,17 +59,18 @@ class PrefillRows:
 
 
 @struct.dataclass
-class StepOutput:
-    """What a step brings back.
+class Ahead:
+    """What a forward step leaves on the device for drawing and scoring, for one block of rows.
 
     Attributes:
-      sampled: one draw a row, ``[n, B]`` leaves for n decode steps (n = 1 with prefill rows, which follow decode rows).
-      prompt: log-probabilities of the prompt tokens that follow each prefill position, ``[b, T]`` leaves; zeros
-        unless some row asked.
+      logits: ``[M, V]`` float32 at each row's last token; M is B, but at least `MIN_DRAWS`.
+      rows: ``[M, 3]`` int32: slot, position of the token to draw, 1 where one is to be drawn.
+      x: ``[B, T, D]`` the block's normed stream.
     """
 
-    sampled: Sampled
-    prompt: TokenLogprobs | None
+    logits: jax.Array
+    rows: jax.Array
+    x: jax.Array
 
 
 def prefill(
@@ -127,7 +131,7 @@ def full_logits(params: dict[str, Any], static: Static, tokens: jax.Array, lengt
     return unembed(params, static, x).reshape(B, T, -1)
 
 
-def serve_step(
+def forward_step(
     params: dict[str, Any],
     cache: KVCache,
     slots: Slots,
@@ -135,52 +139,60 @@ def serve_step(
     prefill_rows: PrefillRows | None,
     static: Static,
     width: int,
-) -> tuple[StepOutput, KVCache, Slots]:
-    """One engine step: decode rows and prefill chunks together, each row's next token drawn on the device.
+) -> tuple[tuple[Ahead, ...], KVCache, Slots]:
+    """The model's part of an engine step: decode rows and prefill chunks together, so weights are read once for both.
 
     Args:
       params: from `stack_layers`. cache: pages, consumed. slots: per-request state, consumed.
       decode_rows: rows whose input is the newest token of their slot's history, or None.
-      prefill_rows: chunks whose tokens come from the host, or None; with decode rows this is a mixed step, in which
-        weights are read once for both.
+      prefill_rows: chunks whose tokens come from the host, or None.
       static: what is compiled for. width: W, page ids a row.
 
     Returns:
-      Draws (decode rows first, then prefill rows), the cache and the slots.
+      What `draw` and `score_prompt` take, decode rows first, the cache, and the slots with the prompts in their
+      histories.
     """
     blocks: list[Block] = []
-    ids: list[jax.Array] = []
-    draws: list[jax.Array] = []
+    rows: list[jax.Array] = []
     if decode_rows is not None:
         block, slot = _decode_block(decode_rows, slots, width)
         blocks.append(block)
-        ids.append(slot)
-        draws.append(block.length > 0)
-    following = jnp.zeros(0, jnp.int32)
+        rows.append(_draw_rows(block, slot, block.length > 0))
     if prefill_rows is not None:
         block, slot, following = _prefill_block(prefill_rows, width)
         slots = _write_prompt(slots, block, slot)
         blocks.append(block)
-        ids.append(slot)
-        draws.append((block.length > 0) & (following < 0))
+        rows.append(_draw_rows(block, slot, (block.length > 0) & (following < 0)))
     x, cache = forward(params, cache, blocks, static)
-    starts, rows = 0, []
-    for block in blocks:
-        B, T = block.tokens.shape
-        rows.append(_last_rows(x[starts : starts + B * T], block))
-        starts += B * T
-    position = jnp.concatenate([block.start + block.length for block in blocks])
-    slot, valid = jnp.concatenate(ids), jnp.concatenate(draws)
-    logits = unembed(params, static, jnp.concatenate(rows))
-    drawn = sample(logits, gather_rows(slots, slot), position)
-    slots = write_tokens(slots, slot, position, drawn.tokens, valid)
-    prompt = None
-    if prefill_rows is not None:
-        B, T = blocks[-1].tokens.shape
-        prompt = _score_prompt(
-            params, static, x[-B * T :], blocks[-1], gather_rows(slots, ids[-1]), following
-        )
-    return StepOutput(jax.tree.map(lambda leaf: leaf[None], drawn), prompt), cache, slots
+    sizes = [block.tokens.size for block in blocks]
+    streams = jnp.split(x, list(accumulate(sizes))[:-1])
+    last = [_at_least(_last_rows(x, block), MIN_DRAWS) for x, block in zip(streams, blocks, strict=True)]
+    logits = jnp.split(unembed(params, static, jnp.concatenate(last)), list(accumulate(map(len, last)))[:-1])
+    ahead = (
+        Ahead(one, row, x.reshape(*block.tokens.shape, -1))
+        for one, row, x, block in zip(logits, rows, streams, blocks, strict=True)
+    )
+    return tuple(ahead), cache, slots
+
+
+def draw(slots: Slots, logits: jax.Array, rows: jax.Array) -> tuple[Sampled, Slots]:
+    """Draws a token a row by its slot's settings and writes it into the slot's history.
+
+    Args:
+      slots: consumed. logits, rows: of `Ahead`.
+
+    Returns:
+      ``[M]`` draws and the slots.
+    """
+    slot, position, valid = (rows[:, i] for i in range(3))
+    sampled = sample(logits, gather_rows(slots, slot), position)
+    return sampled, write_tokens(slots, slot, position, sampled.tokens, valid > 0)
+
+
+def draw_greedy(slots: Slots, logits: jax.Array, rows: jax.Array) -> tuple[jax.Array, Slots]:
+    """As `draw` for rows that ask for nothing but the likeliest token: ``[M]`` int32 and the slots."""
+    tokens = greedy(logits, slots.vocab_size)
+    return tokens, write_tokens(slots, rows[:, 0], rows[:, 1], tokens, rows[:, 2] > 0)
 
 
 def decode_steps(
@@ -191,23 +203,56 @@ def decode_steps(
     static: Static,
     width: int,
     num_steps: int,
-) -> tuple[StepOutput, KVCache, Slots]:
-    """Several decode steps without return to the host; arguments as for `serve_step`.
+) -> tuple[Sampled, KVCache, Slots]:
+    """Several decode steps and their draws without return to the host; arguments as for `forward_step`.
 
     Args:
       num_steps: n; every row must have pages for n more tokens. A row that meets its end goes on, and the host
         drops what it drew after it.
+
+    Returns:
+      ``[n, B]`` draws, the cache and the slots.
     """
 
     def body(carry, i):
         cache, slots = carry
-        live = decode_rows.packed[:, 2]
-        moved = DecodeRows(decode_rows.packed.at[:, 1].add(i * live))
-        out, cache, slots = serve_step(params, cache, slots, moved, None, static, width)
-        return (cache, slots), jax.tree.map(lambda leaf: leaf[0], out.sampled)
+        moved = DecodeRows(decode_rows.packed.at[:, 1].add(i * decode_rows.packed[:, 2]))
+        (ahead,), cache, slots = forward_step(params, cache, slots, moved, None, static, width)
+        sampled, slots = draw(slots, ahead.logits, ahead.rows)
+        return (cache, slots), sampled
 
     (cache, slots), drawn = jax.lax.scan(body, (cache, slots), jnp.arange(num_steps, dtype=jnp.int32))
-    return StepOutput(drawn, None), cache, slots
+    return drawn, cache, slots
+
+
+def score_prompt(
+    params: dict[str, Any], x: jax.Array, rows: PrefillRows, static: Static, width: int, vocab_size: int
+) -> TokenLogprobs:
+    """Returns log-probabilities of the token that follows each prefill position.
+
+    Args:
+      params: from `stack_layers`. x: ``[b, T, D]`` of `Ahead`. rows: the chunks that it came from.
+      static: what is compiled for. width: W. vocab_size: ids at or above it are padding.
+
+    Returns:
+      ``[b, T]`` leading; the last position of a chunk that ends its prompt is scored against id 0.
+    """
+    block, _, following = _prefill_block(rows, width)
+    B, T, D = x.shape
+    last = jnp.arange(T) == block.length[:, None] - 1
+    after = jnp.concatenate([block.tokens[:, 1:], jnp.zeros((B, 1), jnp.int32)], 1)
+    targets = jnp.where(last, jnp.maximum(following, 0)[:, None], after)
+    spare = -(B * T) % SCORE_ROWS
+    stream = jnp.pad(x.reshape(-1, D), ((0, spare), (0, 0))).reshape(-1, SCORE_ROWS, D)
+    wanted = jnp.pad(targets.reshape(-1), (0, spare)).reshape(-1, SCORE_ROWS)
+
+    def score(chunk: tuple[jax.Array, jax.Array]) -> TokenLogprobs:
+        return token_logprobs(unembed(params, static, chunk[0]), chunk[1], vocab_size)
+
+    out = jax.lax.map(score, (stream, wanted))
+    return jax.tree.map(
+        lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[: B * T].reshape(B, T, *leaf.shape[2:]), out
+    )
 
 
 def _decode_block(rows: DecodeRows, slots: Slots, width: int) -> tuple[Block, jax.Array]:
@@ -232,6 +277,17 @@ def _write_prompt(slots: Slots, block: Block, slot: jax.Array) -> Slots:
     return write_tokens(slots, where, position, block.tokens.reshape(-1), valid)
 
 
+def _draw_rows(block: Block, slot: jax.Array, valid: jax.Array) -> jax.Array:
+    """Returns ``[M, 3]``: slot, position of the next token, whether to draw it; rows added to fill up draw nothing."""
+    rows = jnp.stack([slot, block.start + block.length, valid.astype(jnp.int32)], 1)
+    spare = max(0, MIN_DRAWS - len(rows))
+    return jnp.concatenate([rows, jnp.tile(jnp.array([[-1, 0, 0]], jnp.int32), (spare, 1))])
+
+
+def _at_least(x: jax.Array, num_rows: int) -> jax.Array:
+    return jnp.pad(x, ((0, max(0, num_rows - len(x))), (0, 0)))
+
+
 def _last_rows(x: jax.Array, block: Block) -> jax.Array:
     """Returns ``[B, D]``: the stream at each row's last token that counts."""
     B, T = block.tokens.shape
@@ -240,37 +296,3 @@ def _last_rows(x: jax.Array, block: Block) -> jax.Array:
     return jnp.take_along_axis(x.reshape(B, T, -1), jnp.maximum(block.length - 1, 0)[:, None, None], axis=1)[
         :, 0
     ]
-
-
-def _score_prompt(
-    params: dict[str, Any],
-    static: Static,
-    x: jax.Array,
-    block: Block,
-    rows: Any,
-    following: jax.Array,
-) -> TokenLogprobs:
-    """Returns log-probabilities of the token after each prefill position, computed only when a row asked for them."""
-    B, T = block.tokens.shape
-    spare = -(B * T) % SCORE_ROWS
-    last = jnp.arange(T) == block.length[:, None] - 1
-    after = jnp.concatenate([block.tokens[:, 1:], jnp.zeros((B, 1), jnp.int32)], 1)
-    targets = jnp.where(last, jnp.maximum(following, 0)[:, None], after)
-    stream = jnp.pad(x, ((0, spare), (0, 0))).reshape(-1, SCORE_ROWS, x.shape[1])
-    wanted = jnp.pad(targets.reshape(-1), (0, spare)).reshape(-1, SCORE_ROWS)
-
-    def score(chunk):
-        return token_logprobs(unembed(params, static, chunk[0]), chunk[1], rows.vocab_size)
-
-    shapes = jax.eval_shape(score, (stream[0], wanted[0]))
-
-    def run(_):
-        return jax.lax.map(score, (stream, wanted))
-
-    def skip(_):
-        return jax.tree.map(lambda s: jnp.zeros((stream.shape[0], *s.shape), s.dtype), shapes)
-
-    out = jax.lax.cond(jnp.any((rows.wants_prompt > 0) & (block.length > 0)), run, skip, None)
-    return jax.tree.map(
-        lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[: B * T].reshape(B, T, *leaf.shape[2:]), out
-    )

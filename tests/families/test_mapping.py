@@ -69,8 +69,8 @@ def test_heads_are_rows_of_the_projection():
     arrays = load_case("llama_head_dim").make_arrays()
     leaves = read_leaves(hf_source("llama_head_dim"))
     attn = "model.layers.1.self_attn."
-    np.testing.assert_array_equal(leaves["layers.1.attn.q"][:, 3], arrays[f"{attn}q_proj.weight"][96:].T)
-    np.testing.assert_array_equal(leaves["layers.1.attn.o"][3], arrays[f"{attn}o_proj.weight"][:, 96:].T)
+    np.testing.assert_array_equal(leaves["layers.1.attn.q"][3], arrays[f"{attn}q_proj.weight"][96:])
+    np.testing.assert_array_equal(leaves["layers.1.attn.o"][:, 3], arrays[f"{attn}o_proj.weight"][:, 96:])
     np.testing.assert_array_equal(leaves["layers.1.attn.k_bias"][1], arrays[f"{attn}k_proj.bias"][32:])
 
 
@@ -81,10 +81,10 @@ def test_fused_tensors_are_cut_in_order():
         arrays["model.layers.0.self_attn.qkv_proj.weight"],
         arrays["model.layers.0.mlp.gate_up_proj.weight"],
     )
-    np.testing.assert_array_equal(leaves["layers.0.attn.k"][:, 0], qkv[64:80].T)
-    np.testing.assert_array_equal(leaves["layers.0.attn.v"][:, 1], qkv[112:128].T)
-    np.testing.assert_array_equal(leaves["layers.0.mlp.gate"], gate_up[:96].T)
-    np.testing.assert_array_equal(leaves["layers.0.mlp.up"], gate_up[96:].T)
+    np.testing.assert_array_equal(leaves["layers.0.attn.k"][0], qkv[64:80])
+    np.testing.assert_array_equal(leaves["layers.0.attn.v"][1], qkv[112:128])
+    np.testing.assert_array_equal(leaves["layers.0.mlp.gate"], gate_up[:96])
+    np.testing.assert_array_equal(leaves["layers.0.mlp.up"], gate_up[96:])
 
 
 def test_gemma_s_norms_have_the_one_added():
@@ -131,7 +131,7 @@ def test_trap_23_harmless_extras_have_no_place_and_need_none():
     other = read_leaves(
         hf_source("llama_tied", arrays | {"lm_head.weight": arrays["model.embed_tokens.weight"] + 1})
     )
-    np.testing.assert_array_equal(other["head.w"], arrays["model.embed_tokens.weight"].T + 1)
+    np.testing.assert_array_equal(other["head.w"], arrays["model.embed_tokens.weight"] + 1)
 
 
 @pytest.mark.parametrize(

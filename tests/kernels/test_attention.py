@@ -11,7 +11,6 @@ from jaxinfer.kernels.attention.cases import CASES, Case, make_inputs
 # Compiled whole: op by op, each small operation would compile for itself.
 ATTEND = jax.jit(paged_attention, static_argnums=(0, 4), static_argnames=("scale", "window", "softcap"))
 FAST = sorted(set(IMPLEMENTATIONS) - {"reference"})
-ids = {"ids": lambda case: getattr(case, "name", case)}
 
 
 def run(name: str, case: Case, arrays: dict[str, np.ndarray]) -> np.ndarray:
@@ -44,7 +43,7 @@ def written_out(case: Case, arrays: dict[str, np.ndarray], row: int, t: int) -> 
     return out
 
 
-@pytest.mark.parametrize("case", CASES, **ids)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_oracle_is_attention_written_out(case: Case):
     arrays = make_inputs(case)
     got = run("reference", case, arrays)
@@ -53,7 +52,7 @@ def test_oracle_is_attention_written_out(case: Case):
             np.testing.assert_allclose(got[row, t], written_out(case, arrays, row, t), atol=2e-5)
 
 
-@pytest.mark.parametrize("case", CASES, **ids)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("name", FAST)
 def test_implementation_equals_oracle(name: str, case: Case):
     arrays = make_inputs(case, seed=1)

@@ -63,7 +63,7 @@ FULL = jax.jit(full_logits, static_argnums=1)
 def model(request) -> tuple[ModelConfig, dict[str, Any], np.ndarray, np.ndarray]:
     """A random model, tokens ``[8, 40]`` and the logits of whole prompts."""
     cfg = MODELS[request.param]
-    params = random_params(param_specs(cfg), seed=3, dtype=jnp.float32, std=0.3)
+    params = random_params(param_specs(cfg), seed=3, dtype=jnp.dtype(jnp.float32), std=0.3)
     tokens = np.random.default_rng(0).integers(0, cfg.vocab_size, (8, 40)).astype(np.int32)
     logits = FULL(stacked(cfg, params, 1), Static(cfg, FLOAT32), tokens, jnp.array(LENGTHS))
     return cfg, params, tokens, np.asarray(logits)
@@ -98,12 +98,10 @@ def test_trap_18_chunks_and_decode_equal_whole_prompts(model, chunk: int):
     prompt = np.maximum(LENGTHS - 4, 1)
     for start in range(0, 40, chunk):
         length = np.clip(prompt - start, 0, chunk).astype(np.int32)
-        block = Block(
-            tokens[:, start : start + chunk], jnp.full(8, start, jnp.int32), jnp.array(length), pages
-        )
         padded = np.zeros((8, chunk), np.int32)
-        padded[:, : block.tokens.shape[1]] = block.tokens
-        got, cache = PREFILL(weights, cache, block.replace(tokens=jnp.array(padded)), static)
+        padded[:, : 40 - start] = tokens[:, start : start + chunk]
+        block = Block(jnp.array(padded), jnp.full(8, start, jnp.int32), jnp.array(length), pages)
+        got, cache = PREFILL(weights, cache, block, static)
         for row in np.flatnonzero((prompt > start) & (prompt <= start + chunk)):
             np.testing.assert_allclose(got[row], logits[row, prompt[row] - 1], atol=2e-4)
     for step in range(4):
@@ -126,13 +124,14 @@ def test_a_row_alone_equals_itself_in_a_batch(model):
 def test_the_cache_is_updated_in_place():
     """A step needs no second copy of the pool: its temporary memory is far below the pool's bytes."""
     cfg = LLAMA
-    params = random_params(param_specs(cfg), seed=0, dtype=jnp.float32)
+    params = random_params(param_specs(cfg), seed=0, dtype=jnp.dtype(jnp.float32))
     for size in (1, 99):
         sizes = stack_sizes(cfg, size)
         cache = init_cache(cfg, FLOAT32, sizes, 2048, 16)
         args = (jnp.zeros(2, jnp.int32), jnp.zeros(2, jnp.int32), jnp.zeros((2, 8), jnp.int32))
         step = DECODE.lower(stacked(cfg, params, size), cache, *args, Static(cfg, FLOAT32)).compile()
         memory = step.memory_analysis()
+        assert memory is not None
         pool = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
         assert memory.alias_size_in_bytes >= pool
         assert memory.temp_size_in_bytes < pool / 4

@@ -123,15 +123,8 @@ def _transform(key: str, spec: ParamSpec, prepare: Prepare, cfg: ModelConfig) ->
     if spec.role in ("norm", "bias", "embedding"):
         wanted = shape if spec.role == "embedding" else (math.prod(shape),)
         return lambda array: _checked(prepare(array, cfg), wanted).reshape(shape)
-    return lambda array: _matrix(prepare(array, cfg), shape, num_in=2 if key.endswith(".o") else 1)
-
-
-def _matrix(array: np.ndarray, shape: tuple[int, ...], num_in: int) -> np.ndarray:
-    """Returns ``[in..., out...]`` of a matrix ``[out, in]``, as a view."""
-    ins, outs = shape[:num_in], shape[num_in:]
-    heads = _checked(array, (math.prod(outs), math.prod(ins))).reshape(*outs, *ins)
-    axes = range(len(shape))
-    return heads.transpose(*axes[len(outs) :], *axes[: len(outs)])
+    wide = math.prod(shape[:1]) if key.endswith(".o") else math.prod(shape[:-1])
+    return lambda array: _checked(prepare(array, cfg), (wide, math.prod(shape) // wide)).reshape(shape)
 
 
 def _experts(arrays: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
@@ -139,7 +132,7 @@ def _experts(arrays: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
     E, ins, outs = shape
     if len(arrays) == 1 and arrays[0].ndim == 3:
         return _checked(arrays[0], (E, outs, ins)).transpose(0, 2, 1)
-    return np.stack([_matrix(a, (ins, outs), num_in=1) for a in arrays])
+    return np.stack([_checked(a, (outs, ins)) for a in arrays]).transpose(0, 2, 1)
 
 
 def _checked(array: np.ndarray, wanted: tuple[int, ...]) -> np.ndarray:
