@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ from jaxinfer.steps.steps import (
 )
 
 Say = Callable[[str], None]
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 @dataclass(frozen=True, order=True)
@@ -189,6 +191,22 @@ class StepTable:
             for name, c in self.executables.items()
         ]
         return "\n".join([f"{'executable':32s} {'compile':>9s} {'temporary':>13s}", *rows])
+
+
+@contextmanager
+def count_compilations() -> Iterator[list[str]]:
+    """Gathers the names of functions that XLA compiles meanwhile, in any thread; loading what was kept is none."""
+    names: list[str] = []
+
+    def listen(event: str, seconds: float, **tags: str | int) -> None:
+        if event == _COMPILE_EVENT:
+            names.append(str(tags.get("fun_name", "a function")))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield names
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def _score_name(shape: Shape) -> str:
