@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.model.decoder import Static
+from jaxinfer.steps.keep import ExecutableStore, devices_of, key_of
 from jaxinfer.steps.slots import install_row
 from jaxinfer.steps.steps import (
     MIN_DRAWS,
@@ -69,12 +70,18 @@ class Compiled:
 
     Attributes:
       call: the executable.
-      seconds: to lower and compile. temp_bytes: memory it needs beside its arguments and results.
+      seconds: to lower and compile, or to load. temp_bytes: memory it needs beside its arguments and results.
+      is_loaded: whether an earlier run compiled and kept it.
     """
 
     call: Callable[..., Any]
     seconds: float
     temp_bytes: int
+    is_loaded: bool = False
+
+    def __str__(self) -> str:
+        how = "loaded" if self.is_loaded else "compiled"
+        return f"{how} in {self.seconds:.1f} s, {self.temp_bytes / 2**20:.0f} MiB temporary"
 
 
 class StepTable:
@@ -83,11 +90,16 @@ class StepTable:
     Args:
       static: what steps are compiled for.
       params, cache, slots: the state, or `jax.ShapeDtypeStruct` trees with its shapes and shardings.
+      store: where executables are kept between runs, None for nowhere.
     """
 
-    def __init__(self, static: Static, params: Any, cache: Any, slots: Any) -> None:
+    def __init__(
+        self, static: Static, params: Any, cache: Any, slots: Any, store: ExecutableStore | None = None
+    ) -> None:
         self.static = static
         self._state = jax.tree.map(_abstract, (params, cache, slots))
+        self._devices = devices_of(self._state)
+        self._store = store if self._devices is not None else None
         self.executables: dict[str, Compiled] = {}
 
     def compile(self, shapes: Iterable[Shape], say: Say = lambda line: None) -> None:
@@ -98,18 +110,29 @@ class StepTable:
           say: is told of each finished executable.
         """
         wanted = {name: make for name, make in self._wanted(shapes).items() if name not in self.executables}
+        places = [device.id for device in self._devices or ()]
+        described = repr((self.static, self._state, places))
 
         def build(name: str) -> tuple[str, Compiled]:
-            began = time.perf_counter()
-            compiled = wanted[name]().compile()
-            memory = compiled.memory_analysis()
-            temp = int(memory.temp_size_in_bytes) if memory is not None else 0
-            return name, Compiled(compiled, time.perf_counter() - began, temp)
+            return name, self._load_or_compile(key_of(name, described), wanted[name])
 
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             for name, done in pool.map(build, wanted):
                 self.executables[name] = done
-                say(f"compiled {name} in {done.seconds:.1f} s, {done.temp_bytes / 2**20:.0f} MiB temporary")
+                say(f"{name}: {done}")
+        if self._store:
+            self._store.trim()
+
+    def _load_or_compile(self, key: str, lower: Callable[[], Any]) -> Compiled:
+        began = time.perf_counter()
+        kept = self._store.load(key, self._devices or ()) if self._store else None
+        call = kept or lower().compile()
+        memory = call.memory_analysis()
+        temp = int(memory.temp_size_in_bytes) if memory is not None else 0
+        compiled = Compiled(call, time.perf_counter() - began, temp, kept is not None)
+        if self._store and not kept:
+            self._store.save(key, call)
+        return compiled
 
     def forward(self, shape: Shape) -> Callable[..., Any]:
         """``(params, cache, slots, *packed)``: see `forward_step`, or `decode_steps` for several steps."""
@@ -185,12 +208,13 @@ class StepTable:
         return jax.jit(install_row, donate_argnums=0).lower(slots, _ints(), row)
 
     def describe(self) -> str:
-        """Returns the table of executables: name, seconds to compile, temporary memory."""
+        """Returns the table of executables: name, seconds to compile or load, temporary memory."""
         rows = [
-            f"{name:32s} {c.seconds:7.2f} s {c.temp_bytes / 2**20:9.1f} MiB"
+            f"{name:32s} {'loaded' if c.is_loaded else 'compiled':8s} {c.seconds:7.2f} s "
+            f"{c.temp_bytes / 2**20:9.1f} MiB"
             for name, c in self.executables.items()
         ]
-        return "\n".join([f"{'executable':32s} {'compile':>9s} {'temporary':>13s}", *rows])
+        return "\n".join([f"{'executable':32s} {'':8s} {'took':>9s} {'temporary':>13s}", *rows])
 
 
 @contextmanager
@@ -198,9 +222,9 @@ def count_compilations() -> Iterator[list[str]]:
     """Gathers the names of functions that XLA compiles meanwhile, in any thread; loading what was kept is none."""
     names: list[str] = []
 
-    def listen(event: str, seconds: float, **tags: str | int) -> None:
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == _COMPILE_EVENT:
-            names.append(str(tags.get("fun_name", "a function")))
+            names.append(str(kwargs.get("fun_name", "a function")))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
