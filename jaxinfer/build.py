@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import jax
 
@@ -16,11 +18,14 @@ from jaxinfer.hardware import has_native_bfloat16, host_memory_bytes
 from jaxinfer.kernels.attention.api import choose_attention
 from jaxinfer.kernels.attention.blocked import BLOCK
 from jaxinfer.model.cache import init_cache, page_bytes
-from jaxinfer.model.decoder import Static, stack_layers, stack_sizes
+from jaxinfer.model.decoder import Static, stack_layers, stack_sizes, stacked_shapes
 from jaxinfer.schedule.pages import PagePool
+from jaxinfer.schedule.sampling_params import DRAWS
 from jaxinfer.schedule.scheduler import Scheduler, SchedulerConfig
 from jaxinfer.steps.compiled import StepTable
+from jaxinfer.steps.keep import ExecutableStore
 from jaxinfer.steps.slots import SlotCaps, init_slots
+from jaxinfer.weights.fetch import default_cache_dir
 from jaxinfer.weights.model import Model, open_model
 
 Say = Callable[[str], None]
@@ -42,6 +47,9 @@ class RunConfig:
       attention: implementation name, or ``auto``.
       stack_size: layers a scan, 0 chooses by backend.
       prefill_buckets: ``(rows, tokens a row)`` shapes; empty chooses from ``max_num_batched_tokens``.
+      draws: what requests may ask for: ``greedy`` (the likeliest token, nothing else), ``sample`` (anything),
+        ``score`` (prompt_logprobs); each takes a second to compile.
+      compile_cache: keep executables between runs: in jaxinfer's cache folder, in a folder of this name, or False.
     """
 
     model: str = "smollm2-135m"
@@ -55,6 +63,8 @@ class RunConfig:
     attention: str = "auto"
     stack_size: int = 0
     prefill_buckets: tuple[tuple[int, int], ...] = ()
+    draws: tuple[str, ...] = DRAWS
+    compile_cache: bool | str = True
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "num_decode_steps"):
@@ -68,6 +78,10 @@ class RunConfig:
         if self.stack_size < 0:
             raise ValueError(
                 f"stack_size: got {self.stack_size}, must be 0 (choose), 1 (unroll) or layers a scan"
+            )
+        if not set(self.draws) <= set(DRAWS) or set(self.draws).isdisjoint(("greedy", "sample")):
+            raise ValueError(
+                f"draws: got {self.draws}, must be of {', '.join(DRAWS)}, with greedy or sample among them"
             )
 
     @classmethod
@@ -209,12 +223,14 @@ def build_engine(config: RunConfig, model: Model | None = None, say: Say = lambd
     buckets = choose_buckets(config, max_len)
     static = Static(cfg, policy, choose_attention(config.attention), max_len)
     sizes = stack_sizes(cfg, config.stack_size or default_stack_size(cfg))
-    params = stack_layers(model.load(policy, None, None), sizes)
     cache = init_cache(cfg, policy, sizes, num_pages, config.page_size)
-    caps = SlotCaps()
-    slots = init_slots(config.max_num_seqs, max_len, cfg.vocab_size, caps)
-    table = StepTable(static, params, cache, slots)
-    table.compile(buckets.shapes(), say)
+    slots = init_slots(config.max_num_seqs, max_len, cfg.vocab_size, SlotCaps())
+    store = open_store(config.compile_cache, say)
+    table = StepTable(static, stacked_shapes(cfg, policy, sizes), cache, slots, store)
+    with ThreadPoolExecutor(1) as pool:  # shapes are enough to compile: weights are read meanwhile
+        compiling = pool.submit(table.compile, buckets.shapes(), config.draws, say)
+        params = stack_layers(model.load(policy, None, None), sizes)
+        compiling.result()
     runner = DeviceRunner(params, cache, slots, table, buckets)
     limits = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
@@ -225,8 +241,23 @@ def build_engine(config: RunConfig, model: Model | None = None, say: Say = lambd
     )
     scheduler = Scheduler(limits, PagePool(num_pages, config.page_size))
     return Engine(
-        scheduler, runner, model.tokenizer, vocab_size=cfg.vocab_size, eos_ids=model.defaults.eos_ids
+        scheduler,
+        runner,
+        model.tokenizer,
+        vocab_size=cfg.vocab_size,
+        eos_ids=model.defaults.eos_ids,
+        draws=config.draws,
     )
+
+
+def open_store(compile_cache: bool | str, say: Say) -> ExecutableStore | None:
+    """Returns where a run keeps its executables; see `RunConfig.compile_cache`."""
+    if compile_cache is False or compile_cache == "":
+        return None
+    folder = (
+        default_cache_dir() / "executables" if compile_cache is True else Path(compile_cache).expanduser()
+    )
+    return ExecutableStore(folder, say)
 
 
 def default_stack_size(cfg: ModelConfig) -> int:

@@ -80,7 +80,7 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
     if typing.get_origin(hint) is tuple:
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise ValueError(f"{name}: got {value!r}, must be a list")
-        return tuple(tuple(item) if isinstance(item, Sequence) else item for item in value)
+        return tuple(tuple(item) if isinstance(item, list | tuple) else item for item in value)
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)

@@ -49,8 +49,8 @@ FILE_LINES, KERNEL_FILE_LINES = 400, 600
 FUNCTION_LINES, KERNEL_FUNCTION_LINES = 60, 150
 ARGUMENTS = 10
 FIELDS = 12
-# Records as wide as what they describe: a model, and vLLM's sampling fields under vLLM's names.
-WIDE_RECORDS = {"ModelConfig": 16, "SamplingParams": 36}
+# Records as wide as what they describe: a model, a run, and vLLM's sampling fields under vLLM's names.
+WIDE_RECORDS = {"ModelConfig": 16, "RunConfig": 16, "SamplingParams": 36}
 NARROW_DTYPE = re.compile(r"bfloat16|float16|float8\w*|float4\w*|half|bf16|f16|fp16")
 
 Modules = Mapping[str, ast.Module]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli.progress import say
 from jaxinfer.cli.settings import Settings
-from jaxinfer.cli.start import fit_run, open_llm, open_model_of, settle_temperature
+from jaxinfer.cli.start import draws_of, fit_run, open_llm, open_model_of, settle_temperature
 from jaxinfer.cli.stream import report_end, stream_text, summarize_to_stderr
 from jaxinfer.schedule.sampling_params import SamplingParams
 from jaxinfer.text import Tokenizer, encode_chat
@@ -37,10 +37,10 @@ def converse(prompt: str | None, settings: Settings, params: SamplingParams) -> 
         raise ValueError(f"sampling.n: got {params.n}, a conversation goes on from one choice: must be 1")
     model = open_model_of(settings)
     params = settle_temperature(params, model)
-    fitted = {"max_num_seqs": 1}
+    fitted: dict[str, Any] = {"max_num_seqs": 1, "draws": draws_of(model, params)}
     if prompt is not None:
         ids = encode_turns(model.tokenizer, Conversation.opening(settings.chat), prompt, settings.chat)
-        fitted = fit_run(model, len(ids), params.max_tokens)
+        fitted = fit_run(model, len(ids), params)
     conversation = Conversation(open_llm(settings, model, **fitted), settings.chat, params)
     is_typed = prompt is None and sys.stdin.isatty()
     if is_typed:

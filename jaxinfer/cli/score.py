@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jaxinfer.cli.flags import CommandFlags, UsageError
 from jaxinfer.cli.start import fit_run, open_llm, open_model_of, settings_of
+from jaxinfer.schedule.sampling_params import SamplingParams
 
 
 def make_flags() -> CommandFlags:
@@ -34,7 +35,8 @@ def main(args: Sequence[str]) -> int:
     text = _read(flags["text"])
     model = open_model_of(settings)
     ids = model.tokenizer.encode(text)
-    score = open_llm(settings, model, **fit_run(model, len(ids), max_tokens=1)).score(ids)
+    asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    score = open_llm(settings, model, **fit_run(model, len(ids), asked)).score(ids)
     if not score.num_scored:
         raise ValueError(f"the text has {len(score.token_ids)} tokens, and the first has no score: give more")
     figures = {

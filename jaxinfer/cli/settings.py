@@ -23,7 +23,13 @@ RUN_SECTIONS: dict[str, dict[str, str]] = {
         "max_num_batched_tokens": "max_num_batched_tokens",
         "num_decode_steps": "num_decode_steps",
     },
-    "run": {"attention": "attention", "stack_size": "stack_size", "prefill_buckets": "prefill_buckets"},
+    "run": {
+        "attention": "attention",
+        "stack_size": "stack_size",
+        "prefill_buckets": "prefill_buckets",
+        "draws": "draws",
+        "compile_cache": "compile_cache",
+    },
 }
 CHAT_KEYS = ("system", "template", "template_kwargs")
 SECTIONS = (*RUN_SECTIONS, "chat", "sampling")

@@ -54,17 +54,28 @@ def settle_temperature(params: SamplingParams, model: Model) -> SamplingParams:
     return params.replace(temperature=0.0)
 
 
-def fit_run(model: Model, num_prompt: int, max_tokens: int | None) -> dict[str, Any]:
+def fit_run(model: Model, num_prompt: int, params: SamplingParams) -> dict[str, Any]:
     """Returns the run of one request: as little to compile as it needs, so that it starts soon.
 
     Args:
-      model: its context is the most. num_prompt: tokens of the prompt.
-      max_tokens: most to generate, None for all there is room for.
+      model: its context is the most, its defaults fill ``params``. num_prompt: tokens of the prompt.
+      params: of the request.
     """
+    max_tokens = params.max_tokens
     chunk = min(max(_power_of_two(num_prompt), _CHUNKS[0]), _CHUNKS[1])
     wanted = model.cfg.max_len if max_tokens is None else num_prompt + max_tokens
     max_len = min(max(_power_of_two(wanted), _LEAST_LEN), model.cfg.max_len)
-    return {"max_num_seqs": 1, "prefill_buckets": ((1, chunk),), "max_model_len": max_len}
+    return {
+        "max_num_seqs": params.n,
+        "prefill_buckets": ((1, chunk),),
+        "max_model_len": max_len,
+        "draws": draws_of(model, params),
+    }
+
+
+def draws_of(model: Model, params: SamplingParams) -> tuple[str, ...]:
+    """Returns what requests with these settings, filled by the model's defaults, ask of the device."""
+    return params.with_defaults(model.defaults.sampling).draws
 
 
 def open_llm(settings: Settings, model: Model | None = None, **fitted: Any) -> LLM:

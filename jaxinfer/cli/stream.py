@@ -22,8 +22,7 @@ def complete(prompt: str, settings: Settings, params: SamplingParams) -> int:
     params = settle_temperature(params, model)
     ids = model.tokenizer.encode(prompt)
     params.validate_for(model.cfg.vocab_size, model.cfg.max_len, len(ids), model.defaults.eos_ids)
-    fitted = fit_run(model, len(ids), params.max_tokens) | {"max_num_seqs": params.n}
-    llm = open_llm(settings, model, **fitted)
+    llm = open_llm(settings, model, **fit_run(model, len(ids), params))
     if params.n > 1:
         (output,) = llm.generate(ids, params)
         print(*(choice.text for choice in output.outputs), sep="\n")

@@ -6,16 +6,16 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 
 from jaxinfer.engine.choice import Choice
-from jaxinfer.engine.intake import Prompt, bind_params, make_specs, read_prompt
+from jaxinfer.engine.intake import Prompt, bind_params, check_draws, make_specs, read_prompt
 from jaxinfer.engine.metrics import EngineMetrics, RequestMetrics
 from jaxinfer.engine.outputs import Delta, PositionLogprobs, RequestOutput
 from jaxinfer.engine.protocol import Runner, StepResult
 from jaxinfer.schedule.plan import Plan
 from jaxinfer.schedule.request import RequestRefused, RequestSpec
-from jaxinfer.schedule.sampling_params import SamplingParams
+from jaxinfer.schedule.sampling_params import DRAWS, SamplingParams
 from jaxinfer.schedule.scheduler import Scheduler, Update
 from jaxinfer.text import Tokenizer
 
@@ -88,7 +88,7 @@ class Engine:
     Args:
       scheduler: decides each step. runner: does it.
       tokenizer: the model's. vocab_size: ids below it may be given and drawn.
-      eos_ids: the model's end tokens. clock: seconds, monotonic.
+      eos_ids: the model's end tokens. draws: of `DRAWS`, what requests may ask for. clock: seconds, monotonic.
     """
 
     def __init__(
@@ -99,6 +99,7 @@ class Engine:
         *,
         vocab_size: int,
         eos_ids: Sequence[int],
+        draws: Collection[str] = DRAWS,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.scheduler = scheduler
@@ -106,6 +107,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.eos_ids = tuple(eos_ids)
+        self.draws = tuple(draws)
         self.clock = clock
         self.metrics = EngineMetrics()
         self.failure: BaseException | None = None
@@ -163,6 +165,7 @@ class Engine:
         name = request_id if request_id is not None else f"request-{next(self._serial)}"
         text, ids = read_prompt(prompt, self.tokenizer, self.vocab_size)
         bound = bind_params(params or SamplingParams(), self.tokenizer)
+        check_draws(bound, self.draws)
         bound.validate_for(self.vocab_size, max_len, len(ids), self.eos_ids)
         # The serial number keeps a name that is used again apart from a plan still in flight under its first use.
         names = (f"{name}/{next(self._serial)}" for _ in itertools.count())

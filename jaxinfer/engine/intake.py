@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from jaxinfer.schedule.request import RequestRefused, RequestSpec
 from jaxinfer.schedule.sampling_params import SamplingParams, draw_seed
@@ -35,6 +35,21 @@ def bind_params(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
     if params.seed is None:
         changes["seed"] = draw_seed()
     return params.replace(**changes) if changes else params
+
+
+def check_draws(params: SamplingParams, draws: Collection[str]) -> None:
+    """Refuses a request that asks for what a run was not made for.
+
+    Args:
+      params: as `bind_params` returns them. draws: of `DRAWS`, what the run compiled; ``sample`` serves ``greedy`` too.
+    """
+    served = {*draws, "greedy"} if "sample" in draws else set(draws)
+    missing = [draw for draw in params.draws if draw not in served]
+    if missing:
+        raise RequestRefused(
+            f"sampling: this run serves draws {', '.join(draws)}, and the request asks for {', '.join(missing)}; "
+            "start it with these among its draws"
+        )
 
 
 def make_specs(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from flax import struct
 
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.arrays.quant import linear
-from jaxinfer.arrays.specs import ParamSpec
+from jaxinfer.arrays.specs import ParamSpec, map_specs
 from jaxinfer.config import LayerKind, ModelConfig
 from jaxinfer.kernels.attention.api import paged_attention
 from jaxinfer.model.cache import KVCache, Pages, token_slots, write_pages
@@ -152,6 +153,25 @@ def stack_layers(params: dict[str, Any], sizes: Sequence[int]) -> dict[str, Any]
         group, layers = layers[:size], layers[size:]
         stacks.append(jax.tree.map(_stack, *group))
     return {**params, "stacks": tuple(stacks)}
+
+
+def stacked_shapes(cfg: ModelConfig, policy: Policy, sizes: Sequence[int]) -> dict[str, Any]:
+    """Returns what `stack_layers` makes of a model's parameters, as abstract arrays.
+
+    Args:
+      cfg: the model. policy: names the format of each role. sizes: layers in each stack, from `stack_sizes`.
+    """
+
+    def shapes(specs: Any, *leading: int) -> Any:
+        return map_specs(
+            lambda spec: jax.ShapeDtypeStruct((*leading, *spec.shape), policy.dtype_of(spec.role)), specs
+        )
+
+    specs = param_specs(cfg)
+    layers = specs.pop("layers")
+    firsts = accumulate(sizes[:-1], initial=0)
+    stacks = tuple(shapes(layers[first], size) for first, size in zip(firsts, sizes, strict=True))
+    return {**shapes(specs), "stacks": stacks}
 
 
 def _stack(*leaves: jax.Array) -> jax.Array:

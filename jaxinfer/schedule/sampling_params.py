@@ -26,6 +26,7 @@ from jaxinfer.schedule.param_checks import (
 from jaxinfer.schedule.param_names import refuse_name, translate
 
 MAX_LOGPROBS = 20
+DRAWS = ("greedy", "sample", "score")  # the likeliest token and nothing else; anything; prompt_logprobs
 GREEDY_BELOW = 1e-5  # vLLM's: a temperature under this is 0, so that logits / temperature stays finite
 
 _CHECKS: dict[str, Check] = {
@@ -194,6 +195,12 @@ class SamplingParams:
             and self.allowed_token_ids is None
             and self.logprobs is None
         )
+
+    @property
+    def draws(self) -> tuple[str, ...]:
+        """What the request asks of the device, of `DRAWS`."""
+        drawn = "greedy" if self.is_plain_greedy else "sample"
+        return (drawn,) if self.prompt_logprobs is None else (drawn, "score")
 
     def end_ids(self, eos_ids: Iterable[int]) -> frozenset[int]:
         """Returns the ids that end the request, the model's own unless they are ignored."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.model.decoder import Static
+from jaxinfer.schedule.sampling_params import DRAWS
 from jaxinfer.steps.keep import ExecutableStore, devices_of, key_of
 from jaxinfer.steps.slots import install_row
 from jaxinfer.steps.steps import (
@@ -102,14 +103,18 @@ class StepTable:
         self._store = store if self._devices is not None else None
         self.executables: dict[str, Compiled] = {}
 
-    def compile(self, shapes: Iterable[Shape], say: Say = lambda line: None) -> None:
+    def compile(
+        self, shapes: Iterable[Shape], draws: Collection[str] = DRAWS, say: Say = lambda line: None
+    ) -> None:
         """Compiles what serving these shapes needs and is not there yet, as many at once as there are cores.
 
         Args:
-          shapes: of the forward steps.
+          shapes: of the forward steps. draws: of `DRAWS`, those that requests may ask for.
           say: is told of each finished executable.
         """
-        wanted = {name: make for name, make in self._wanted(shapes).items() if name not in self.executables}
+        wanted = {
+            name: make for name, make in self._wanted(shapes, draws).items() if name not in self.executables
+        }
         places = [device.id for device in self._devices or ()]
         described = repr((self.static, self._state, places))
 
@@ -140,7 +145,8 @@ class StepTable:
 
     def draw(self, num_rows: int, *, greedy: bool) -> Callable[..., Any]:
         """``(slots, logits, rows)``: see `draw` and `draw_greedy`."""
-        return self._get(f"{'greedy' if greedy else 'draw'} {num_rows}")
+        cheap = f"greedy {num_rows}"
+        return self._get(cheap if greedy and cheap in self.executables else f"draw {num_rows}")
 
     def score(self, shape: Shape) -> Callable[..., Any]:
         """``(params, x, prefill_rows)``: see `score_prompt`."""
@@ -158,7 +164,7 @@ class StepTable:
             )
         return self.executables[name].call
 
-    def _wanted(self, shapes: Iterable[Shape]) -> dict[str, Callable[[], Any]]:
+    def _wanted(self, shapes: Iterable[Shape], draws: Collection[str]) -> dict[str, Callable[[], Any]]:
         """Returns how each executable is lowered, the slowest first."""
         shapes = list(shapes)
         single = [shape for shape in shapes if shape.num_steps == 1]
@@ -166,11 +172,14 @@ class StepTable:
         wanted: dict[str, Callable[[], Any]] = {
             str(shape): partial(self._lower_step, shape) for shape in shapes
         }
-        wanted |= {f"draw {n}": partial(self._lower_draw, draw, n) for n in counts}
-        wanted |= {f"greedy {n}": partial(self._lower_draw, draw_greedy, n) for n in counts}
-        wanted |= {
-            _score_name(shape): partial(self._lower_score, shape) for shape in single if shape.prefill[0]
-        }
+        if "sample" in draws:
+            wanted |= {f"draw {n}": partial(self._lower_draw, draw, n) for n in counts}
+        if "greedy" in draws:
+            wanted |= {f"greedy {n}": partial(self._lower_draw, draw_greedy, n) for n in counts}
+        if "score" in draws:
+            wanted |= {
+                _score_name(shape): partial(self._lower_score, shape) for shape in single if shape.prefill[0]
+            }
         return wanted | {"install": self._lower_install}
 
     def _lower_step(self, shape: Shape) -> Any:

@@ -54,6 +54,24 @@ def test_run_is_fitted_to_the_prompt_but_for_what_the_user_chose(jaxinfer_cli: C
     assert (long.prefill_buckets, long.max_model_len) == (((1, 512),), 1024)
 
 
+@pytest.mark.parametrize(
+    ("args", "draws"),
+    [
+        (["generate", "--prompt", "p"], ("greedy",)),
+        (["generate", "--prompt", "p", "--temperature", "0.5"], ("sample",)),
+        (["generate", "--prompt", "p", "--set", "sampling.repetition_penalty=1.2"], ("sample",)),
+        (["generate", "--prompt", "p", "--set", "sampling.prompt_logprobs=1"], ("greedy", "score")),
+        (["generate", "--prompt", "p", "--set", "run.draws=['sample']"], ("sample",)),
+        (["generate", "--chat", "--prompt", "p"], ("greedy",)),
+    ],
+)
+def test_only_the_draws_of_the_request_are_compiled(
+    jaxinfer_cli: CommandLine, args: list[str], draws: tuple[str, ...]
+):
+    assert jaxinfer_cli(*args).code == 0
+    assert jaxinfer_cli.runs[-1].draws == draws
+
+
 def test_sampling_settings_reach_the_device(jaxinfer_cli: CommandLine):
     jaxinfer_cli(
         "generate", "--prompt", "p", "--seed", "7", "--temperature", "0.5", "--set", "sampling.top_k=4"

@@ -4,6 +4,7 @@ import pytest
 
 from jaxinfer.engine.engine import Engine, EngineError
 from jaxinfer.engine.outputs import LOGPROB_FLOOR, Delta
+from jaxinfer.schedule.request import RequestRefused
 from jaxinfer.schedule.sampling_params import SamplingParams
 from tests.engine.fakes import EOS, TableTokenizer, make_engine
 
@@ -362,6 +363,28 @@ def test_what_can_be_checked_is_checked_at_the_door(prompt: list[int], params: d
     with pytest.raises(ValueError, match=words):
         engine.submit(prompt, SamplingParams(**params))
     assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("draws", "params", "missing"),
+    [
+        (("greedy",), SamplingParams(temperature=0), None),
+        (("sample",), SamplingParams(temperature=0), None),
+        (("greedy",), SamplingParams(temperature=1), "sample"),
+        (("greedy",), SamplingParams(temperature=0, logprobs=1), "sample"),
+        (("greedy", "sample"), SamplingParams(temperature=0, prompt_logprobs=1), "score"),
+    ],
+)
+def test_a_draw_that_the_run_does_not_serve_is_refused(
+    draws: tuple[str, ...], params: SamplingParams, missing: str | None
+):
+    engine, _ = make_engine([EOS])
+    engine.draws = draws
+    if missing is None:
+        engine.submit("a", params)
+    else:
+        with pytest.raises(RequestRefused, match=f"asks for {missing}"):
+            engine.submit("a", params)
 
 
 def test_a_name_in_use_is_refused():
