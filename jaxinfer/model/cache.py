@@ -1,6 +1,7 @@
 """The KV cache: pages of Z tokens, one pytree, written in place.
 
-Layout of a stack of l layers: ``k`` and ``v`` are ``[l, P, Z, K, H]``. A row of a batch owns a list of page ids; token
+Layout of a stack of l layers: ``k`` and ``v`` are ``[l, P, Z, K*H]`` (heads flat: XLA's CPU backend copies a pool with an
+axis of one head into another order at every step). A row of a batch owns a list of page ids; token
 ``i`` of the row lies in page ``pages[i // Z]`` at offset ``i % Z``. Only this module and the attention kernels know
 the layout, so that other page formats change nothing else.
 """
@@ -23,8 +24,8 @@ class Pages:
     """KV pages of one stack of l layers.
 
     Attributes:
-      k: ``[l, P, Z, K, H]`` keys, rotated (an array, or its description before there is one).
-      v: ``[l, P, Z, K, H]`` values.
+      k: ``[l, P, Z, K*H]`` keys, rotated (an array, or its description before there is one).
+      v: ``[l, P, Z, K*H]`` values.
     """
 
     k: Any
@@ -60,7 +61,7 @@ def cache_shapes(
 
     def pages(size: int) -> Pages:
         shape = jax.ShapeDtypeStruct(
-            (size, num_pages, page_size, a.num_kv_heads, a.head_dim), policy.kv_dtype
+            (size, num_pages, page_size, a.num_kv_heads * a.head_dim), policy.kv_dtype
         )
         return Pages(shape, shape)
 
@@ -125,8 +126,17 @@ def write_pages(cache: Pages, layer: jax.Array | int, slots: jax.Array, k: jax.A
 
     def write(pool: jax.Array, new: jax.Array) -> jax.Array:
         flat = pool.reshape(total, -1)
-        return (
-            flat.at[rows].set(new.reshape(len(rows), -1).astype(pool.dtype), mode="drop").reshape(pool.shape)
-        )
+        new = _finite(new.reshape(len(rows), -1), pool.dtype)
+        return flat.at[rows].set(new, mode="drop").reshape(pool.shape)
 
     return Pages(write(cache.k, k), write(cache.v, v))
+
+
+def _finite(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Casts to a page's format: what overflows saturates and NaN is 0.
+
+    A page outlives its request, and attention multiplies lanes that it masks by 0, which must give 0: so the numbers
+    of a request that went wrong cannot reach another.
+    """
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.where(jnp.isnan(x), 0, x.astype(jnp.float32).clip(-largest, largest)).astype(dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -65,19 +66,28 @@ def project_out(x: jax.Array, p: Params, policy: Policy) -> jax.Array:
 
 def mlp(x: jax.Array, p: Params, cfg: MlpConfig, policy: Policy) -> jax.Array:
     """Returns the dense feed-forward block of ``x [M, D]``."""
-    act = ACTIVATIONS[cfg.activation]
 
     def project(name: str, y: jax.Array) -> jax.Array:
         z = linear(y, p[name], policy)
         return (z + p[f"{name}_bias"]).astype(z.dtype) if cfg.bias else z
 
     up = project("up", x)
-    if cfg.gated:
-        gate = project("gate", x)
-        hidden = (act(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(x.dtype)
-    else:
-        hidden = act(up.astype(jnp.float32)).astype(x.dtype)
-    return project("down", hidden)
+    gate = project("gate", x) if cfg.gated else None
+    return project("down", _activate(cfg.activation, up, gate))
+
+
+@partial(jax.jit, static_argnums=0)
+def _activate(activation: str, up: jax.Array, gate: jax.Array | None) -> jax.Array:
+    """Returns ``act(gate) * up``, or ``act(up)`` without a gate, in float32; returns the dtype of ``up``.
+
+    It is a jit so that its result has the usual order of axes. `linear` may leave ``up`` and ``gate`` transposed; XLA's
+    CPU backend would carry that order on to the next product, find that it cannot read it, and widen the product to
+    float32, weight and all (Gemma 3, 2 rows: 55 against 32 ms a step).
+    """
+    act = ACTIVATIONS[activation]
+    y = up.astype(jnp.float32)
+    y = act(y) if gate is None else act(gate.astype(jnp.float32)) * y
+    return y.astype(up.dtype)
 
 
 def softcap(x: jax.Array, cap: float | None) -> jax.Array:

@@ -25,17 +25,17 @@ def run(name: str, case: Case, arrays: dict[str, np.ndarray]) -> np.ndarray:
 
 def written_out(case: Case, arrays: dict[str, np.ndarray], row: int, t: int) -> np.ndarray:
     """Attention of one query in float64, key by key."""
-    N, K, _ = case.heads
+    N, K, H = case.heads
     position = case.context[row] + t
     first = 0 if case.window is None else max(0, position - case.window + 1)
     where = [
         (arrays["pages"][row, i // case.page_size], i % case.page_size) for i in range(first, position + 1)
     ]
-    keys = np.stack([arrays["k"][w] for w in where]).astype(np.float64)
-    values = np.stack([arrays["v"][w] for w in where]).astype(np.float64)
-    out = np.empty((N, case.heads[2]))
+    keys = np.stack([arrays["k"][w] for w in where]).astype(np.float64).reshape(-1, K, H)
+    values = np.stack([arrays["v"][w] for w in where]).astype(np.float64).reshape(-1, K, H)
+    out = np.empty((N, H))
     for n in range(N):
-        scores = keys[:, n * K // N] @ arrays["q"][row, t, n].astype(np.float64) * case.heads[2] ** -0.5
+        scores = keys[:, n * K // N] @ arrays["q"][row, t, n].astype(np.float64) * H**-0.5
         if case.softcap:
             scores = case.softcap * np.tanh(scores / case.softcap)
         weights = np.exp(scores - scores.max())
@@ -83,7 +83,7 @@ def test_padding_rows_are_finite(name: str):
 def test_trap_21_a_window_counts_the_current_token(name: str, window: int):
     """Row i sees min(i + 1, window) keys: with equal scores the output is the mean of that many values."""
     T, H = 12, 4
-    v = np.arange(16, dtype=np.float32)[None, :, None, None] * np.ones((1, 16, 1, H), np.float32)
+    v = np.arange(16, dtype=np.float32)[None, :, None] * np.ones((1, 16, H), np.float32)
     arrays = {
         "q": np.zeros((1, T, 1, H), np.float32), "k": np.zeros_like(v), "v": v,
         "pages": np.zeros((1, 1), np.int32), "start": np.zeros(1, np.int32), "length": np.full(1, T, np.int32),

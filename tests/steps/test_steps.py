@@ -11,7 +11,7 @@ import pytest
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.arrays.specs import random_params
 from jaxinfer.config import AttentionConfig, LayerKind, MlpConfig, ModelConfig, NormConfig, RopeConfig
-from jaxinfer.model.cache import init_cache
+from jaxinfer.model.cache import init_cache, token_slots, write_pages
 from jaxinfer.model.decoder import Block, Static, param_specs, stack_layers, stack_sizes
 from jaxinfer.steps.steps import decode, full_logits, prefill
 
@@ -135,3 +135,29 @@ def test_the_cache_is_updated_in_place():
         pool = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
         assert memory.alias_size_in_bytes >= pool
         assert memory.temp_size_in_bytes < pool / 4
+
+
+@pytest.mark.parametrize("policy", ["float32", "float16", "bfloat16"])
+def test_a_broken_request_does_not_reach_the_next_through_its_pages(policy: str):
+    """NaN and overflow saturate on the way into a page, so lanes that are masked cannot spread them."""
+    pages = init_cache(LLAMA, Policy.parse(policy), (1,), 1, 16)[0]
+    bad = jnp.array([jnp.nan, jnp.inf, -jnp.inf, 1e38])[:, None, None] * jnp.ones((4, 2, 8))
+    written = write_pages(pages, 0, jnp.arange(4), bad, bad)
+    largest = float(jnp.finfo(pages.k.dtype).max)
+    got = np.asarray(written.k, np.float64)[0, 0, :, 0]
+    assert got[0] == 0
+    assert got[1] == largest
+    assert got[2] == -largest
+    assert np.isfinite(got).all()
+    assert np.isfinite(np.asarray(written.v, np.float64)).all()
+
+
+def test_trap_15_a_write_out_of_range_is_dropped():
+    pages = init_cache(LLAMA, FLOAT32, (2,), 3, 4)[0]
+    ids = jnp.array([[-1], [3], [7], [1]])
+    slots = token_slots(ids, jnp.zeros(4, jnp.int32), jnp.ones(4, jnp.int32), 1, pages).reshape(-1)
+    ones = jnp.ones((4, 2, 8))
+    for layer in (0, 1):
+        written = np.asarray(write_pages(pages, layer, slots, ones, ones).k)
+        assert written[layer, 1, 0].all()
+        assert written.sum() == written[layer, 1, 0].size

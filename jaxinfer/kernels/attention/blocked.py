@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxinfer.kernels.attention.reference import MASKED, visible
 
 BLOCK = 256  # tokens of context at a time: their scores and pages stay in the cache of a core
+TILE = 256  # queries of a chunk at a time
 SPREAD_HEADS = 4  # up to here all kv heads are multiplied at once, most of it zeros, rather than one by one
 
 
@@ -49,12 +50,46 @@ def paged_attention_blocked(
     window: jax.Array | int | None = None,
     softcap: float | None = None,
 ) -> jax.Array:
-    """As `paged_attention_reference`, over ``k, v [l, P, Z, K, H]`` of a stack at ``layer``.
+    """As `paged_attention_reference`, over ``k, v [l, P, Z, K*H]`` of a stack at ``layer``.
+
+    Long chunks go tile by tile, so that a tile's scores stay in cache and no tile multiplies keys after its last query.
 
     Source: online softmax, Milakov and Gimelshein 2018 (arXiv:1805.02867).
     """
+    options = {"scale": scale, "window": window, "softcap": softcap}
+    B, T, N, H = q.shape
+    if T <= TILE:
+        return _attend(q, k, v, layer, pages, start, length, **options)
+    num_tiles = -(-T // TILE)
+    tiles = jnp.pad(q, ((0, 0), (0, -T % TILE), (0, 0), (0, 0))).reshape(B, num_tiles, TILE, N, H)
+
+    def attend(tile: tuple[jax.Array, jax.Array]) -> jax.Array:
+        queries, done = tile
+        left = jnp.clip(length - done, 0, TILE)
+        return _attend(queries, k, v, layer, pages, start + done, left, **options)
+
+    offsets = jnp.arange(num_tiles, dtype=jnp.int32) * TILE
+    out = jax.lax.map(attend, (tiles.swapaxes(0, 1), offsets))
+    return out.swapaxes(0, 1).reshape(B, num_tiles * TILE, N, H)[:, :T]
+
+
+def _attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    layer: jax.Array | int,
+    pages: jax.Array,
+    start: jax.Array,
+    length: jax.Array,
+    *,
+    scale: float,
+    window: jax.Array | int | None,
+    softcap: float | None,
+) -> jax.Array:
+    """`paged_attention_blocked` for one tile of queries."""
     B, T, _, H = q.shape
-    num_layers, P, Z, K, _ = k.shape
+    num_layers, P, Z, C = k.shape
+    K = C // H
     q = q * jnp.asarray(scale, q.dtype)
     form = _all_heads(q, K) if T == 1 and K <= SPREAD_HEADS else _by_kv_head(q, K)
     step = min(pages.shape[1], max(1, BLOCK // Z))
@@ -64,12 +99,12 @@ def paged_attention_blocked(
     position = start[:, None] + jnp.arange(T, dtype=jnp.int32)
 
     def read(pool: jax.Array, ids: jax.Array) -> jax.Array:
-        flat = pool.reshape(num_layers * P, Z * K * H)
+        flat = pool.reshape(num_layers * P, Z * C)
         index = layer * P + jnp.clip(ids.reshape(-1), 0, P - 1)
         return flat.at[index].get(mode="promise_in_bounds").reshape(B, S, K, H).astype(q.dtype)
 
     def block(i: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns a block's masked scores, their mask, and its values with stale lanes zeroed."""
+        """Returns a block's masked scores, their mask, and its values."""
         ids = jax.lax.dynamic_slice_in_dim(pages, i * step, step, axis=1)
         index = i * S + jnp.arange(S, dtype=jnp.int32)
         live = index < end[:, None]
@@ -77,9 +112,7 @@ def paged_attention_blocked(
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
         x_mask = (visible(position[:, :, None], index, window) & live[:, None])[:, None]
-        # A page's stale lanes may hold NaN, and 0 * NaN is NaN.
-        values = jnp.where(live[:, :, None, None], read(v, ids), 0)
-        return jnp.where(x_mask, scores, MASKED), x_mask, values
+        return jnp.where(x_mask, scores, MASKED), x_mask, read(v, ids)
 
     def body(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]):
         top, total, out = carry

@@ -46,9 +46,9 @@ CASES = (
 
 
 def make_inputs(case: Case, dtype: np.typing.DTypeLike = np.float32, seed: int = 0) -> dict[str, np.ndarray]:
-    """Returns a case's arrays: ``q k v pages start length``, with NaN wherever nothing may be read.
+    """Returns a case's arrays: ``q k v pages start length``, with large numbers wherever nothing may be read.
 
-    ``k`` and ``v`` are ``[P, Z, K, H]``; pages are handed out shuffled, spare table columns point out of range.
+    ``k`` and ``v`` are ``[P, Z, K*H]``; pages are handed out shuffled, spare table columns point out of range.
     """
     rng = np.random.default_rng(seed)
     N, K, H = case.heads
@@ -59,7 +59,7 @@ def make_inputs(case: Case, dtype: np.typing.DTypeLike = np.float32, seed: int =
     free = list(rng.permutation(P))
     width = max(needed) + 2
     pages = np.full((B, width), P, np.int32)
-    k = np.full((P, Z, K, H), np.nan, np.float32)
+    k = np.full((P, Z, K, H), 1e4, np.float32)
     v = k.copy()
     for row in range(B):
         for i in range(needed[row]):
@@ -71,8 +71,8 @@ def make_inputs(case: Case, dtype: np.typing.DTypeLike = np.float32, seed: int =
     start, length = np.array(case.context, np.int32), np.array(case.length, np.int32)
     return {
         "q": q.astype(dtype),
-        "k": k.astype(dtype),
-        "v": v.astype(dtype),
+        "k": k.reshape(P, Z, K * H).astype(dtype),
+        "v": v.reshape(P, Z, K * H).astype(dtype),
         "pages": pages,
         "start": start,
         "length": length,

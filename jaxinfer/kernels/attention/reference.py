@@ -37,7 +37,8 @@ def paged_attention_reference(
 
     Args:
       q: ``[B, T, N, H]`` queries at positions ``start + t``.
-      k: ``[P, Z, K, H]`` key pages, the block's own tokens already written. v: value pages alike.
+      k: ``[P, Z, K*H]`` key pages, the block's own tokens already written. v: value pages alike. Lanes that are not
+        read may hold anything finite (`model.cache.write_pages` sees to it): a weight of 0 must give 0.
       pages: ``[B, W]`` page ids a row; ids outside ``[0, P)`` are never visible keys.
       start: ``[B]`` position of each row's first query.
       length: ``[B]`` queries that count; keys at or after ``start + length`` are not read, and a row of length 0
@@ -48,7 +49,7 @@ def paged_attention_reference(
       ``[B, T, N, H]`` in the dtype of ``q``.
     """
     B, T, N, H = q.shape
-    Z, K = k.shape[1:3]
+    Z, K = k.shape[1], k.shape[2] // H
     keys, values = (
         jnp.take(a, pages, axis=0, mode="clip").reshape(B, -1, K, H).astype(jnp.float32) for a in (k, v)
     )
@@ -64,7 +65,5 @@ def paged_attention_reference(
     scores = jnp.where(x_mask, scores, MASKED)
     weights = jnp.where(x_mask, jnp.exp(scores - scores.max(-1, keepdims=True)), 0)
     total = weights.sum(-1, keepdims=True)
-    # A page's stale lanes may hold NaN, and 0 * NaN is NaN.
-    values = jnp.where(live[:, :, None, None], values, 0)
     out = jnp.einsum("bkgts,bskh->btkgh", weights / jnp.maximum(total, 1e-30), values, precision="highest")
     return out.reshape(B, T, N, H).astype(q.dtype)
