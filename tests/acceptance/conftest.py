@@ -26,7 +26,18 @@ TOY_SETTINGS = {
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     """TOY, ready to serve in chunks of 16; tests take what they run on from `renew`."""
-    return LLM(str(write_toy(tmp_path_factory.mktemp("toy"))), **TOY_SETTINGS)
+    return open_toy(tmp_path_factory.mktemp("toy"))
+
+
+def open_toy(folder: Path, **settings: Any) -> LLM:
+    return LLM(str(write_toy(folder)), **(TOY_SETTINGS | settings))
+
+
+@pytest.fixture(scope="session")
+def toy_whole(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """TOY in a run that is built otherwise: whole prompts, four decode steps at once."""
+    changed = {"prefill_buckets": [[1, 128]], "max_num_batched_tokens": 160, "num_decode_steps": 4}
+    return open_toy(tmp_path_factory.mktemp("toy"), max_num_seqs=4, **changed)
 
 
 BIGRAM_VOCAB = 320

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,8 +14,8 @@ from jaxinfer.engine.runner import DeviceRunner
 from jaxinfer.llm import LLM
 from jaxinfer.schedule.sampling_params import SamplingParams
 from jaxinfer.steps.compiled import count_compilations
-from tests.acceptance.conftest import TOY_SETTINGS
-from tests.acceptance.engines import TOY_EOS, TOY_VOCAB, renew, write_toy
+from tests.acceptance.conftest import open_toy
+from tests.acceptance.engines import TOY_EOS, TOY_VOCAB, renew
 from tests.acceptance.mixed import MixedRequest, logprobs_of, make_requests, serve, tokens_of, unused_fields
 
 
@@ -74,27 +72,17 @@ def test_an_implicit_transfer_while_serving_is_an_error(
         llm.generate([[5, 6, 7]], SamplingParams(temperature=0))
 
 
-# Between them and TOY itself every chunk size, number of steps, stack size and kind of attention.
-VARIANTS: dict[str, dict[str, Any]] = {
-    "chunks of 64, four steps, one stack, reference attention": {
-        "prefill_buckets": [[2, 64]],
-        "num_decode_steps": 4,
-        "stack_size": 2,
-        "attention": "reference",
-    },
-    "whole prompts, four steps, unrolled, blocked attention": {
-        "prefill_buckets": [[1, 128]],
-        "num_decode_steps": 4,
-        "stack_size": 1,
-        "attention": "blocked",
-        "max_num_batched_tokens": 160,
-    },
-}
+@pytest.fixture(scope="module")
+def toy_scanned(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """TOY in chunks of 64 through one scan over its layers, with the attention that is the oracle."""
+    changed = {"prefill_buckets": [[2, 64]], "stack_size": 2, "attention": "reference"}
+    return open_toy(tmp_path_factory.mktemp("toy"), max_num_seqs=4, **changed)
 
 
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
-def test_tokens_do_not_depend_on_how_a_run_is_built(toy: LLM, variant: dict[str, Any], tmp_path: Path):
-    other = LLM(str(write_toy(tmp_path / "toy")), **(TOY_SETTINGS | {"max_num_seqs": 4} | variant))
+@pytest.mark.parametrize("variant", ["toy_whole", "toy_scanned"])
+def test_tokens_do_not_depend_on_how_a_run_is_built(toy: LLM, variant: str, request: pytest.FixtureRequest):
+    """Chunks of 16, of 64 and none; one and four decode steps; unrolled and scanned; both kinds of attention."""
+    other = renew(request.getfixturevalue(variant))
     requests = [one for one in toy_requests(60) if one.params.seed is not None or one.params.is_greedy]
     ours = serve(renew(toy).engine, requests, random.Random(1))
     with count_compilations() as compiled:
