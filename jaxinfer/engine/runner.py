@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxinfer.engine.protocol import StepResult, TokenLogprobs
 from jaxinfer.schedule.plan import Admission, DecodeRow, Plan, PrefillPiece
-from jaxinfer.steps.compiled import Shape, StepTable
+from jaxinfer.steps.compiled import Shape, StepTable, count_compilations
 from jaxinfer.steps.sampling import Sampled
 from jaxinfer.steps.slots import Slots, pack_row
 from jaxinfer.steps.steps import Ahead, DecodeRows, PrefillRows
@@ -104,6 +104,9 @@ class DeviceRunner:
       params, cache, slots: device state; cache and slots are consumed and replaced by every call.
       table: compiled steps. buckets: their shapes.
       guard: makes any implicit transfer while serving an error.
+
+    Attributes:
+      compilations: names of functions that were compiled while plans ran; none should be.
     """
 
     def __init__(
@@ -118,6 +121,7 @@ class DeviceRunner:
         self._params, self._cache, self._slots = params, cache, slots
         self._table, self._buckets = table, buckets
         self._guard = guard
+        self.compilations: list[str] = []
         self._plain: set[int] = set()
         self._wants: set[int] = set()
         self._wants_prompt: set[int] = set()
@@ -126,7 +130,8 @@ class DeviceRunner:
         """Starts a plan and returns at once."""
         draws: list[Draws] = []
         scores: dict[int, tuple[Any, int]] = {}
-        with jax.transfer_guard("disallow") if self._guard else contextlib.nullcontext():
+        guard = jax.transfer_guard("disallow") if self._guard else contextlib.nullcontext()
+        with guard, count_compilations(self.compilations):
             for admission in plan.admitted:
                 self._admit(admission)
             for call in split_plan(plan, self._buckets):

@@ -227,9 +227,13 @@ class StepTable:
 
 
 @contextmanager
-def count_compilations() -> Iterator[list[str]]:
-    """Gathers the names of functions that XLA compiles meanwhile, in any thread; loading what was kept is none."""
-    names: list[str] = []
+def count_compilations(into: list[str] | None = None) -> Iterator[list[str]]:
+    """Gathers the names of functions that XLA compiles meanwhile, in any thread; loading what was kept is none.
+
+    Args:
+      into: where names are added, a new list when None.
+    """
+    names = [] if into is None else into
 
     def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == _COMPILE_EVENT:
