@@ -19,7 +19,7 @@ from jaxinfer.build import RunConfig, Say, build_engine
 from jaxinfer.config import GenerationDefaults
 from jaxinfer.engine.aio import AsyncEngine
 from jaxinfer.engine.engine import Engine, Handle
-from jaxinfer.engine.intake import Prompt
+from jaxinfer.engine.intake import Prompt, Prompts, read_prompts
 from jaxinfer.engine.outputs import Delta, RequestOutput
 from jaxinfer.schedule.sampling_params import SamplingParams
 from jaxinfer.text import Tokenizer, encode_chat
@@ -27,7 +27,6 @@ from jaxinfer.weights.model import Model, open_model
 
 _log = logging.getLogger("jaxinfer")
 
-Prompts = Prompt | Mapping[str, Any] | Iterable[Prompt | Mapping[str, Any]]
 Conversation = Sequence[Mapping[str, Any]]
 
 # vLLM's engine arguments that mean the same as one of ours.
@@ -86,47 +85,6 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
         names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
         raise ValueError(f"{name}: got {value!r}, must be {names}")
     return value
-
-
-def read_prompts(prompts: Prompts) -> list[Prompt]:
-    """Returns prompts of any accepted form as a list of texts and lists of token ids.
-
-    Args:
-      prompts: a text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``, or a list of these.
-
-    Raises:
-      ValueError: anything else.
-    """
-    if isinstance(prompts, str | Mapping) or _is_ids(prompts):
-        return [_read_prompt(prompts, "prompt")]
-    if not isinstance(prompts, Iterable):
-        raise ValueError(
-            f"prompts: got {type(prompts).__name__}, must be a text, token ids, or a list of these"
-        )
-    return [_read_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
-
-
-def _read_prompt(prompt: Any, where: str) -> Prompt:
-    if isinstance(prompt, Mapping):
-        if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
-            raise ValueError(
-                f"{where}: got keys {list(prompt)}, must be either 'prompt' or 'prompt_token_ids'"
-            )
-        ((key, value),) = prompt.items()
-        if isinstance(value, str) != (key == "prompt"):
-            raise ValueError(
-                f"{where}: {key!r} holds {type(value).__name__}; a text is 'prompt', ids the other"
-            )
-        return _read_prompt(value, f"{where}[{key!r}]")
-    if isinstance(prompt, str) or _is_ids(prompt) or prompt == []:  # no ids is the engine's to refuse
-        return prompt
-    raise ValueError(f"{where}: got {prompt!r:.80}, must be a text or a list of token ids (integers)")
-
-
-def _is_ids(value: Any) -> bool:
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
-        return False
-    return all(isinstance(token, int) and not isinstance(token, bool) for token in value)
 
 
 @dataclass(frozen=True)
@@ -216,7 +174,12 @@ class _Door:
 
     def fill_params(self, params: SamplingParams | None = None) -> SamplingParams:
         """Returns settings with the model's own defaults, then vLLM's, in what the caller left open."""
-        given = params or SamplingParams()
+        given = SamplingParams() if params is None else params
+        if not isinstance(given, SamplingParams):
+            raise ValueError(
+                f"sampling_params: got {type(given).__name__}, must be SamplingParams, or a list of them; "
+                "SamplingParams.from_dict reads a dict"
+            )
         filled = given.with_defaults(self._defaults)
         applied = [name for name, _ in self._defaults if getattr(filled, name) != getattr(given, name)]
         if applied and not self._told:
@@ -331,9 +294,17 @@ class LLM(_Door):
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def stream(self, prompt: Prompts, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
-        """Completes one prompt and yields what every step adds; leaving early ends the request."""
-        handle = self.engine.submit(self._one(prompt), self.fill_params(sampling_params), stream=True)
-        return self.engine.stream(handle)
+        """Completes one prompt and yields what every step adds; leaving early ends the request.
+
+        It is checked at once, and runs from the first delta that is asked for.
+        """
+        handle = self.engine.prepare(self._one(prompt), self.fill_params(sampling_params), stream=True)
+
+        def run() -> Iterator[Delta]:
+            self.engine.enqueue(handle)
+            yield from self.engine.stream(handle)
+
+        return run()
 
     def score(self, text: str | Sequence[int]) -> Score:
         """Returns the log-probability of every token of a text, or of token ids as they are.

@@ -11,6 +11,7 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 import jaxinfer
@@ -67,6 +68,9 @@ def make_llm(script: Sequence[int] = HELLO, tokenizer: Tokenizer | None = None, 
         ((text for text in "ab"), ["a", "b"]),
         ([], []),
         ("", [""]),
+        (np.array([1, 2]), [[1, 2]]),
+        (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+        ([np.array([1, 2]), list(np.array([3]))], [[1, 2], [3]]),
     ],
 )
 def test_prompts_of_every_form_are_read(given: Any, read: list):
@@ -118,6 +122,20 @@ def test_bad_request_stops_the_call_before_anything_runs():
 def test_one_setting_a_prompt():
     with pytest.raises(ValueError, match="got 1 for 2 prompts"):
         make_llm().generate(["a", "b"], [SamplingParams()])
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, iter([SamplingParams()]), [{"temperature": 0}]])
+def test_settings_of_another_type_are_refused(params: Any):
+    with pytest.raises(ValueError, match=r"sampling_params: got \w+, must be SamplingParams"):
+        make_llm().generate(["a"], params)
+
+
+def test_a_stream_that_is_never_read_does_not_run():
+    llm = make_llm()
+    with pytest.raises(ValueError, match="no tokens"):
+        llm.stream("")
+    llm.stream("a")
+    assert not llm.engine.has_work
 
 
 def test_defaults_are_vllm_s_under_the_model_s_and_said_once():

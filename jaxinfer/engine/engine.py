@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Generator, Sequence
 
 from jaxinfer.engine.choice import Choice
 from jaxinfer.engine.intake import Prompt, bind_params, check_draws, make_specs, read_prompt
+from jaxinfer.engine.interrupts import hold_interrupts
 from jaxinfer.engine.metrics import EngineMetrics, RequestMetrics
 from jaxinfer.engine.outputs import Delta, PositionLogprobs, RequestOutput
 from jaxinfer.engine.protocol import Runner, StepResult
@@ -88,7 +89,9 @@ class Engine:
     Args:
       scheduler: decides each step. runner: does it.
       tokenizer: the model's. vocab_size: ids below it may be given and drawn.
-      eos_ids: the model's end tokens. draws: of `DRAWS`, what requests may ask for. clock: seconds, monotonic.
+      eos_ids: the model's end tokens. draws: of `DRAWS`, what requests may ask for.
+      check: refuses settings and end ids that the device cannot hold, such as `SlotCaps.check`; None refuses none.
+      clock: seconds, monotonic.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class Engine:
         vocab_size: int,
         eos_ids: Sequence[int],
         draws: Collection[str] = DRAWS,
+        check: Callable[[SamplingParams, Collection[int]], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.scheduler = scheduler
@@ -108,6 +112,7 @@ class Engine:
         self.vocab_size = vocab_size
         self.eos_ids = tuple(eos_ids)
         self.draws = tuple(draws)
+        self._check = check
         self.clock = clock
         self.metrics = EngineMetrics()
         self.failure: BaseException | None = None
@@ -172,6 +177,8 @@ class Engine:
         specs = make_specs(
             names, ids, bound, eos_ids=self.eos_ids, max_len=max_len, priority=priority, arrival=self.clock()
         )
+        if self._check is not None:
+            self._check(bound, specs[0].stop_ids)
         self.scheduler.check(specs[0])
         return Handle(name, text, specs, self.tokenizer, stream=stream)
 
@@ -196,6 +203,8 @@ class Engine:
     def step(self) -> list[Handle]:
         """Starts the next plan, then takes in the tokens of the one before it.
 
+        Ctrl-C in the main thread waits for its end: nobody could go on from half a step.
+
         Returns:
           The handles that something came for: tokens, or an end.
 
@@ -206,8 +215,9 @@ class Engine:
             raise EngineError("the engine failed earlier") from self.failure
         self._touched = {}
         try:
-            self._empty_inbox()
-            self._advance()
+            with hold_interrupts():
+                self._empty_inbox()
+                self._advance()
         except Exception as error:
             self._fail(error)
             raise EngineError(
@@ -254,13 +264,18 @@ class Engine:
         if len(each) != len(prompts):
             raise ValueError(f"params: got {len(each)} for {len(prompts)} prompts, give one or as many")
         handles = [self.prepare(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
-        mine = {handle.request_id for handle in handles}
-        for handle in handles:
-            self.enqueue(handle)
-        while not all(handle.finished for handle in handles):
-            for handle in self.step():
-                if on_finish is not None and handle.finished and handle.request_id in mine:
-                    on_finish(handle)
+        mine = set(handles)
+        try:
+            for handle in handles:
+                self.enqueue(handle)
+            while not all(handle.finished for handle in handles):
+                for handle in self.step():
+                    if on_finish is not None and handle.finished and handle in mine:
+                        on_finish(handle)
+        finally:  # Ctrl-C, or an error of `on_finish`: nobody is left to read the others
+            for handle in handles:
+                if not handle.finished:
+                    self.abort(handle.request_id)
         return [handle.output() for handle in handles]
 
     def _empty_inbox(self) -> None:
@@ -324,7 +339,7 @@ class Engine:
 
     def _abort(self, handle: Handle) -> None:
         for choice in handle.choices:
-            if choice.request.finish_reason is None:
+            if choice.spec.request_id in self._rows:
                 self.scheduler.finish(choice.request, "abort")
                 text = ""
                 try:

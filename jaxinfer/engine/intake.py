@@ -2,23 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import numbers
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from jaxinfer.schedule.request import RequestRefused, RequestSpec
 from jaxinfer.schedule.sampling_params import SamplingParams, draw_seed
 from jaxinfer.text import Tokenizer
 
 Prompt = str | Sequence[int]
+Prompts = Prompt | Mapping[str, Any] | Iterable[Prompt | Mapping[str, Any]]
+
+
+def read_prompts(prompts: Prompts) -> list[Prompt]:
+    """Returns prompts of any accepted form as a list of texts and lists of token ids.
+
+    Args:
+      prompts: a text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``, or a list of these.
+
+    Raises:
+      ValueError: anything else.
+    """
+    prompts = _as_list(prompts)
+    if isinstance(prompts, str | Mapping) or _is_ids(prompts):
+        return [_read_form(prompts, "prompt")]
+    if not isinstance(prompts, Iterable):
+        raise ValueError(
+            f"prompts: got {type(prompts).__name__}, must be a text, token ids, or a list of these"
+        )
+    return [_read_form(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)]
+
+
+def _read_form(prompt: Any, where: str) -> Prompt:
+    prompt = _as_list(prompt)
+    if isinstance(prompt, Mapping):
+        if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
+            raise ValueError(
+                f"{where}: got keys {list(prompt)}, must be either 'prompt' or 'prompt_token_ids'"
+            )
+        ((key, value),) = prompt.items()
+        if isinstance(value, str) != (key == "prompt"):
+            raise ValueError(
+                f"{where}: {key!r} holds {type(value).__name__}; a text is 'prompt', ids the other"
+            )
+        return _read_form(value, f"{where}[{key!r}]")
+    if isinstance(prompt, str) or _is_ids(prompt) or prompt == []:  # no ids is the engine's to refuse
+        return prompt
+    raise ValueError(f"{where}: got {prompt!r:.80}, must be a text or a list of token ids (integers)")
+
+
+def _as_list(value: Any) -> Any:
+    """Returns an array, as tokenizers make them, as nested lists; anything else as it is."""
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def _is_ids(value: Any) -> bool:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
+        return False
+    return all(isinstance(token, numbers.Integral) and not isinstance(token, bool) for token in value)
 
 
 def read_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> tuple[str | None, tuple[int, ...]]:
     """Returns a prompt's text (None when ids were given) and its ids.
 
     Raises:
-      RequestRefused: no tokens, or an id that the model has no row for.
+      RequestRefused: no tokens, or an id that is no integer or that the model has no row for.
     """
     text = prompt if isinstance(prompt, str) else None
-    ids = tuple(tokenizer.encode(prompt) if isinstance(prompt, str) else map(int, prompt))
+    try:
+        ids = tuple(tokenizer.encode(prompt) if isinstance(prompt, str) else map(operator.index, prompt))
+    except TypeError as error:
+        raise RequestRefused(f"prompt: must be a text or a list of integers, but {error}") from None
     if not ids:
         raise RequestRefused("prompt: got no tokens (this tokenizer adds none of its own), give at least one")
     outside = [token for token in ids if not 0 <= token < vocab_size]

@@ -55,5 +55,6 @@ def renew(llm: LLM, folder: Path | None = None) -> LLM:
         tokenizer,
         vocab_size=cfg.vocab_size,
         eos_ids=eos_ids,
+        check=runner._slots.caps.check,
     )
     return LLM.from_engine(engine, defaults)

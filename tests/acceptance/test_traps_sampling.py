@@ -68,7 +68,7 @@ def test_trap_08_penalties_know_prompt_from_output(
 ):
     table = Table(BIGRAM_VOCAB)
     table.row([P, Q, X], dict(zip((P, Q), logits, strict=True)))
-    given = SamplingParams(temperature=0, max_tokens=len(ids), **params)
+    given = SamplingParams.from_dict({"temperature": 0, "max_tokens": len(ids)} | params)
     (output,) = open_bigram(table, Words()).generate([P, X], given)
     assert output.outputs[0].token_ids == ids
 
@@ -148,7 +148,7 @@ def test_trap_29_no_id_beyond_the_vocabulary_when_all_logits_are_negative(open_b
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_trap_30_floats_that_are_not_finite_name_their_field(field: str, value: float):
     with pytest.raises(ValueError, match=field):
-        SamplingParams(**{field: value})
+        SamplingParams.from_dict({field: value})
 
 
 @pytest.mark.parametrize(

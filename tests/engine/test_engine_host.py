@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 
 from jaxinfer.engine.engine import Engine, EngineError
@@ -430,3 +432,52 @@ def test_more_requests_than_slots_all_end():
     engine.run_until_done()
     assert [handle.output().outputs[0].text for handle in handles] == [f"{i}" * 3 for i in range(9)]
     assert [one.request_id.split("/")[0] for one in runner.admitted] == [f"r{i}" for i in range(9)]
+
+
+def test_an_abort_that_overtakes_its_request_is_ignored():
+    """Two threads: one has named the request and not queued it yet when the other aborts it."""
+    engine, _ = make_engine(ids("abc"))
+    handle = engine.prepare("p", SamplingParams(max_tokens=3), request_id="mine")
+    engine._handles["mine"] = handle
+    engine.abort("mine")
+    engine._inbox.append(handle)
+    engine.run_until_done()
+    assert handle.output().outputs[0].text == "abc"
+
+
+def test_a_request_that_the_device_cannot_hold_is_refused_at_the_door():
+    engine, runner = make_engine(ids("abc"))
+    seen = []
+
+    def check(params: SamplingParams, stop_ids: Collection[int]) -> None:
+        seen.append(set(stop_ids))
+        if len(stop_ids) > 2:
+            raise ValueError("stop_token_ids: too many")
+
+    engine._check = check
+    with pytest.raises(ValueError, match="too many"):
+        engine.generate(["a", "b"], [SamplingParams(), SamplingParams(stop_token_ids=[7, 8])])
+    assert seen == [{EOS}, {EOS, 7, 8}]
+    assert not engine.has_work
+    assert runner.events == []
+
+
+def test_an_error_of_on_finish_ends_the_other_requests():
+    engine, _ = make_engine(ids("abc"))
+
+    def fail(_) -> None:
+        raise RuntimeError("the caller's own")
+
+    with pytest.raises(RuntimeError, match="own"):
+        engine.generate(
+            ["a", "b"], [SamplingParams(max_tokens=1), SamplingParams(max_tokens=90)], on_finish=fail
+        )
+    engine.run_until_done()
+    assert engine.metrics.finished == {"length": 1, "abort": 1}
+    assert engine.scheduler.pool.num_used == 0
+
+
+@pytest.mark.parametrize("prompt", [[1.5, 2], ["a"], [None]])
+def test_ids_that_are_no_integers_are_refused(prompt: list):
+    with pytest.raises(ValueError, match="list of integers"):
+        make_engine(ids("abc"))[0].submit(prompt)
