@@ -1,9 +1,9 @@
 """The KV cache: pages of Z tokens, one pytree, written in place.
 
-Layout of a stack of l layers: ``k`` and ``v`` are ``[l, P, Z, K*H]`` (heads flat: XLA's CPU backend copies a pool with an
-axis of one head into another order at every step). A row of a batch owns a list of page ids; token
-``i`` of the row lies in page ``pages[i // Z]`` at offset ``i % Z``. Only this module and the attention kernels know
-the layout, so that other page formats change nothing else.
+Layout of a stack of l layers: ``k`` and ``v`` are ``[l, P, Z, K*H]`` (heads flat: XLA's CPU backend copies a pool with
+an axis of one head into another order at every step), numbers as `arrays.pages` lays them. A row of a batch owns a list
+of page ids; token ``i`` of the row lies in page ``pages[i // Z]`` at offset ``i % Z``. Only this module and the
+attention kernels know the layout, so that other page formats change nothing else.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxinfer.arrays.pages import encode, stored_dtype
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.config import ModelConfig
 
@@ -26,10 +27,12 @@ class Pages:
     Attributes:
       k: ``[l, P, Z, K*H]`` keys, rotated (an array, or its description before there is one).
       v: ``[l, P, Z, K*H]`` values.
+      dtype: of the numbers, however they are stored.
     """
 
     k: Any
     v: Any
+    dtype: jnp.dtype = struct.field(pytree_node=False)
 
     @property
     def num_pages(self) -> int:
@@ -60,10 +63,9 @@ def cache_shapes(
     a = cfg.attention
 
     def pages(size: int) -> Pages:
-        shape = jax.ShapeDtypeStruct(
-            (size, num_pages, page_size, a.num_kv_heads * a.head_dim), policy.kv_dtype
-        )
-        return Pages(shape, shape)
+        shape = (size, num_pages, page_size, a.num_kv_heads * a.head_dim)
+        stored = jax.ShapeDtypeStruct(shape, stored_dtype(policy.kv_dtype))
+        return Pages(stored, stored, policy.kv_dtype)
 
     return tuple(pages(size) for size in stacks)
 
@@ -126,17 +128,7 @@ def write_pages(cache: Pages, layer: jax.Array | int, slots: jax.Array, k: jax.A
 
     def write(pool: jax.Array, new: jax.Array) -> jax.Array:
         flat = pool.reshape(total, -1)
-        new = _finite(new.reshape(len(rows), -1), pool.dtype)
+        new = encode(new.reshape(len(rows), -1), cache.dtype)
         return flat.at[rows].set(new, mode="drop").reshape(pool.shape)
 
-    return Pages(write(cache.k, k), write(cache.v, v))
-
-
-def _finite(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Casts to a page's format: what overflows saturates and NaN is 0.
-
-    A page outlives its request, and attention multiplies lanes that it masks by 0, which must give 0: so the numbers
-    of a request that went wrong cannot reach another.
-    """
-    largest = float(jnp.finfo(dtype).max)
-    return jnp.where(jnp.isnan(x), 0, x.astype(jnp.float32).clip(-largest, largest)).astype(dtype)
+    return Pages(write(cache.k, k), write(cache.v, v), cache.dtype)

@@ -305,7 +305,7 @@ def _layer(
         mine = q[done : done + B * T].reshape(B, T, *q.shape[1:])
         out = paged_attention(
             static.attention, mine, pages.k, pages.v, index, block.pages, block.start, block.length,
-            scale=cfg.attention.scale, window=window, softcap=cfg.attention.softcap,
+            scale=cfg.attention.scale, window=window, softcap=cfg.attention.softcap, kv_dtype=pages.dtype,
         )  # fmt: skip
         heads.append(out.reshape(B * T, *q.shape[1:]))
         done += B * T

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer.arrays.pages import decode as decode_pages
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.arrays.specs import random_params
 from jaxinfer.config import AttentionConfig, LayerKind, MlpConfig, ModelConfig, NormConfig, RopeConfig
@@ -143,13 +144,13 @@ def test_a_broken_request_does_not_reach_the_next_through_its_pages(policy: str)
     pages = init_cache(LLAMA, Policy.parse(policy), (1,), 1, 16)[0]
     bad = jnp.array([jnp.nan, jnp.inf, -jnp.inf, 1e38])[:, None, None] * jnp.ones((4, 2, 8))
     written = write_pages(pages, 0, jnp.arange(4), bad, bad)
-    largest = float(jnp.finfo(pages.k.dtype).max)
-    got = np.asarray(written.k, np.float64)[0, 0, :, 0]
+    largest = float(jnp.finfo(pages.dtype).max)
+    got = np.asarray(decode_pages(written.k, pages.dtype), np.float64)[0, 0, :, 0]
     assert got[0] == 0
     assert got[1] == largest
     assert got[2] == -largest
     assert np.isfinite(got).all()
-    assert np.isfinite(np.asarray(written.v, np.float64)).all()
+    assert np.isfinite(np.asarray(decode_pages(written.v, pages.dtype), np.float64)).all()
 
 
 def test_trap_15_a_write_out_of_range_is_dropped():

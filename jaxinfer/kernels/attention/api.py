@@ -6,12 +6,14 @@ from collections.abc import Callable
 
 import jax
 
+from jaxinfer.arrays.pages import decode
 from jaxinfer.kernels.attention.blocked import paged_attention_blocked
 from jaxinfer.kernels.attention.reference import paged_attention_reference
 
 
-def _reference(q, k, v, layer, pages, start, length, **options):
-    return paged_attention_reference(q, k[layer], v[layer], pages, start, length, **options)
+def _reference(q, k, v, layer, pages, start, length, *, kv_dtype, **options):
+    k, v = (decode(pool[layer], kv_dtype) for pool in (k, v))
+    return paged_attention_reference(q, k, v, pages, start, length, **options)
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.arrays.pages import decode
 from jaxinfer.kernels.attention.reference import MASKED, visible
 
 BLOCK = 256  # tokens of context at a time: their scores and pages stay in the cache of a core
@@ -49,14 +50,16 @@ def paged_attention_blocked(
     scale: float,
     window: jax.Array | int | None = None,
     softcap: float | None = None,
+    kv_dtype: jnp.dtype,
 ) -> jax.Array:
-    """As `paged_attention_reference`, over ``k, v [l, P, Z, K*H]`` of a stack at ``layer``.
+    """As `paged_attention_reference`, over ``k, v [l, P, Z, K*H]`` of a stack at ``layer``, stored as
+    `arrays.pages` does for ``kv_dtype``.
 
     Long chunks go tile by tile, so that a tile's scores stay in cache and no tile multiplies keys after its last query.
 
     Source: online softmax, Milakov and Gimelshein 2018 (arXiv:1805.02867).
     """
-    options = {"scale": scale, "window": window, "softcap": softcap}
+    options = {"scale": scale, "window": window, "softcap": softcap, "kv_dtype": kv_dtype}
     B, T, N, H = q.shape
     if T <= TILE:
         return _attend(q, k, v, layer, pages, start, length, **options)
@@ -85,6 +88,7 @@ def _attend(
     scale: float,
     window: jax.Array | int | None,
     softcap: float | None,
+    kv_dtype: jnp.dtype,
 ) -> jax.Array:
     """`paged_attention_blocked` for one tile of queries."""
     B, T, _, H = q.shape
@@ -101,7 +105,9 @@ def _attend(
     def read(pool: jax.Array, ids: jax.Array) -> jax.Array:
         flat = pool.reshape(num_layers * P, Z * C)
         index = layer * P + jnp.clip(ids.reshape(-1), 0, P - 1)
-        return flat.at[index].get(mode="promise_in_bounds").reshape(B, S, K, H).astype(q.dtype)
+        return decode(flat.at[index].get(mode="promise_in_bounds").reshape(B, S, K, H), kv_dtype).astype(
+            q.dtype
+        )
 
     def block(i: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns a block's masked scores, their mask, and its values."""

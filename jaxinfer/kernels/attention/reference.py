@@ -38,7 +38,7 @@ def paged_attention_reference(
     Args:
       q: ``[B, T, N, H]`` queries at positions ``start + t``.
       k: ``[P, Z, K*H]`` key pages, the block's own tokens already written. v: value pages alike. Lanes that are not
-        read may hold anything finite (`model.cache.write_pages` sees to it): a weight of 0 must give 0.
+        read may hold anything finite (`arrays.pages.encode` sees to it): a weight of 0 must give 0.
       pages: ``[B, W]`` page ids a row; ids outside ``[0, P)`` are never visible keys.
       start: ``[B]`` position of each row's first query.
       length: ``[B]`` queries that count; keys at or after ``start + length`` are not read, and a row of length 0
