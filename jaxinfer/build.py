@@ -16,7 +16,6 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.runner import Buckets, DeviceRunner
 from jaxinfer.hardware import has_native_bfloat16, host_memory_bytes
 from jaxinfer.kernels.attention.api import choose_attention
-from jaxinfer.kernels.attention.blocked import BLOCK
 from jaxinfer.model.cache import init_cache, page_bytes
 from jaxinfer.model.decoder import Static, stack_layers, stack_sizes, stacked_shapes
 from jaxinfer.schedule.pages import PagePool
@@ -143,10 +142,9 @@ def kv_pages(text: str, bytes_a_page: int, pages_for_all: int, pages_for_one: in
 def choose_buckets(config: RunConfig, max_len: int) -> Buckets:
     """Returns the shapes to compile: a few, since each costs seconds before the first request.
 
-    Decode rows grow by powers of two, over a short context and the longest (sixteen rows gain 7 % by the short one, two
-    gain nothing); prefill shapes cover one long chunk and several short ones.
+    Decode rows grow by powers of two; prefill shapes cover one long chunk and several short ones.
     """
-    R, budget, Z = config.max_num_seqs, config.max_num_batched_tokens, config.page_size
+    R, budget = config.max_num_seqs, config.max_num_batched_tokens
     decode = sorted({min(max(R, 2), 2**i) for i in range(1, 12)})  # one row is no cheaper than two
     prefill = config.prefill_buckets
     if not prefill:
@@ -154,12 +152,9 @@ def choose_buckets(config: RunConfig, max_len: int) -> Buckets:
         prefill = ((1, short), (min(R, budget // short), short), (1, budget))
     if any(b < 1 or T < 1 for b, T in prefill):
         raise ValueError(f"prefill_buckets: got {prefill}, rows and tokens must be at least 1")
-    longest = -(-max_len // Z)
-    widths = sorted({longest, min(longest, max(1, BLOCK // Z)) if R > 2 else longest})
+    width = -(-max_len // config.page_size)
     mixed = (decode[-1],) if R > 1 else ()
-    return Buckets(
-        tuple(decode), tuple(sorted(set(prefill))), Z, tuple(widths), mixed, config.num_decode_steps
-    )
+    return Buckets(tuple(decode), tuple(sorted(set(prefill))), width, mixed, config.num_decode_steps)
 
 
 def plan_memory(config: RunConfig, cfg: ModelConfig, policy: Policy, say: Say) -> tuple[int, int]:

@@ -27,24 +27,22 @@ class Buckets:
 
     Attributes:
       decode: rows, ascending. prefill: ``(rows, tokens a row)``.
-      page_size: Z. widths: page ids a row, ascending; the last holds the longest sequence. Decode takes the smallest
-        that holds its rows, prefill the last.
+      width: W, page ids a row, enough for the longest sequence: attention walks no more of them than rows have.
       mixed: rows of decode that a mixed step may hold, ascending; empty never mixes.
       num_steps: decode steps of the multi-step executables, 1 for none.
     """
 
     decode: tuple[int, ...]
     prefill: tuple[tuple[int, int], ...]
-    page_size: int
-    widths: tuple[int, ...]
+    width: int
     mixed: tuple[int, ...] = ()
     num_steps: int = 1
 
     def shapes(self) -> tuple[Shape, ...]:
         """Returns every forward step of the run."""
-        W = self.widths[-1]
+        W = self.width
         shapes = [Shape(0, p, W) for p in self.prefill]
-        shapes += [Shape(b, (0, 0), w) for b in self.decode for w in self.widths]
+        shapes += [Shape(b, (0, 0), W) for b in self.decode]
         shapes += [Shape(b, p, W) for b in self.mixed for p in self.prefill]
         shapes += [Shape(b, (0, 0), W, self.num_steps) for b in self.decode if self.num_steps > 1]
         return tuple(shapes)
@@ -185,7 +183,7 @@ class DeviceRunner:
         shape, prefill = call.shape, call.shape.prefill
         packed: list[Any] = []
         if shape.decode:
-            packed.append(pack_decode(call.decode, shape.decode, plan.page_table[:, : shape.width]))
+            packed.append(pack_decode(call.decode, shape.decode, plan.page_table))
         if prefill[0]:
             packed.append(pack_prefill(call.prefill, *prefill, plan.page_table))
         buffers = jax.device_put(tuple(packed))
@@ -235,23 +233,15 @@ def split_plan(plan: Plan, buckets: Buckets) -> list[Call]:
         b, T = min(fitting, key=lambda shape: (-(-len(left) // shape[0]) * shape[0] * shape[1], shape))
         taken, left = tuple(left[:b]), left[b:]
         mixed = [B for B in buckets.mixed if decode and len(decode) <= B]
-        calls.append(
-            Call(Shape(min(mixed, default=0), (b, T), buckets.widths[-1]), decode if mixed else (), taken)
-        )
+        shape = Shape(min(mixed, default=0), (b, T), buckets.width)
+        calls.append(Call(shape, decode if mixed else (), taken))
         decode = () if mixed else decode
     if decode:
-        calls.append(Call(_decode_shape(decode, plan, buckets), decode, ()))
+        rows = [B for B in buckets.decode if len(decode) <= B]
+        if not rows:
+            raise ValueError(f"{len(decode)} decode rows, but the buckets are {buckets.decode}")
+        calls.append(Call(Shape(rows[0], (0, 0), buckets.width, plan.num_decode_steps), decode, ()))
     return calls
-
-
-def _decode_shape(rows: Sequence[DecodeRow], plan: Plan, buckets: Buckets) -> Shape:
-    fitting = [B for B in buckets.decode if len(rows) <= B]
-    if not fitting:
-        raise ValueError(f"{len(rows)} decode rows, but the buckets are {buckets.decode}")
-    if plan.num_decode_steps > 1:
-        return Shape(fitting[0], (0, 0), buckets.widths[-1], plan.num_decode_steps)
-    needed = max(row.position for row in rows) // buckets.page_size + 1
-    return Shape(fitting[0], (0, 0), next(w for w in buckets.widths if w >= needed))
 
 
 def pack_decode(rows: Sequence[DecodeRow], num_rows: int, page_table: np.ndarray) -> DecodeRows:

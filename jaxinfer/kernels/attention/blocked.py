@@ -109,36 +109,39 @@ def _attend(
             q.dtype
         )
 
-    def block(i: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns a block's masked scores, their mask, and its values."""
+    def block(i: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+        """Returns a block's masked scores and its values."""
         ids = jax.lax.dynamic_slice_in_dim(pages, i * step, step, axis=1)
         index = i * S + jnp.arange(S, dtype=jnp.int32)
-        live = index < end[:, None]
         scores = form.scores(form.q, read(k, ids))
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
-        x_mask = (visible(position[:, :, None], index, window) & live[:, None])[:, None]
-        return jnp.where(x_mask, scores, MASKED), x_mask, read(v, ids)
+        x_mask = visible(position[:, :, None], index, window) & (index < end[:, None])[:, None]
+        return jnp.where(x_mask[:, None], scores, MASKED), read(v, ids)
+
+    def weigh(scores: jax.Array, top: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the sum of a block's weights and its weighted values."""
+        # Summed as they are multiplied, rounded; the barrier keeps XLA from taking every exponential twice.
+        weights = jax.lax.optimization_barrier(jnp.exp(scores - top).astype(q.dtype))
+        return weights.astype(jnp.float32).sum(-1, keepdims=True), form.mix(weights, values)
 
     def body(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]):
+        # A row that saw no key yet weighs masked ones by exp(0); its first visible key shrinks that to nothing.
         top, total, out = carry
-        scores, x_mask, values = block(i)
+        scores, values = block(i)
         new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
-        weights = jnp.where(x_mask, jnp.exp(scores - new_top), 0)
         shrink = jnp.exp(top - new_top)
-        total = total * shrink + weights.sum(-1, keepdims=True)
-        return new_top, total, out * shrink + form.mix(weights.astype(q.dtype), values)
+        added, mixed = weigh(scores, new_top, values)
+        return new_top, total * shrink + added, out * shrink + mixed
 
     if pages.shape[1] == step:
-        scores, _, values = block(0)
-        weights = jnp.exp(scores - scores.max(-1, keepdims=True))
-        out = form.mix(weights.astype(q.dtype), values)
-        return form.finish(out / weights.sum(-1, keepdims=True)).astype(q.dtype)
-    shape = jax.eval_shape(form.scores, form.q, jax.ShapeDtypeStruct((B, S, K, H), q.dtype)).shape[:3]
-    Y = jax.eval_shape(
-        form.mix, jax.ShapeDtypeStruct((*shape, S), q.dtype), jax.ShapeDtypeStruct((B, S, K, H), q.dtype)
-    )
-    nothing = jnp.full((*shape, 1), MASKED, jnp.float32), jnp.zeros((*shape, 1)), jnp.zeros(Y.shape)
+        scores, values = block(0)
+        total, out = weigh(scores, scores.max(-1, keepdims=True), values)
+        return form.finish(out / total).astype(q.dtype)
+    block_shape = jax.ShapeDtypeStruct((B, S, K, H), q.dtype)
+    shape = jax.eval_shape(form.scores, form.q, block_shape).shape[:3]
+    mixed = jax.eval_shape(form.mix, jax.ShapeDtypeStruct((*shape, S), q.dtype), block_shape)
+    nothing = jnp.full((*shape, 1), MASKED, jnp.float32), jnp.zeros((*shape, 1)), jnp.zeros(mixed.shape)
     last = -(-jnp.max(jnp.where(length > 0, end, 0)) // S)
     _, total, out = jax.lax.fori_loop(_first_block(start, length, window, S), last, body, nothing)
     return form.finish(out / jnp.maximum(total, 1e-30)).astype(q.dtype)
