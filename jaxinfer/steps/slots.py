@@ -245,8 +245,10 @@ def init_slots(max_num_seqs: int, max_len: int, vocab_size: int, caps: SlotCaps 
     """
     caps = caps or SlotCaps()
     nothing = pack_row(SamplingParams(temperature=0.0), caps, vocab_size=vocab_size, prompt_len=0, seed=0)
-    packed = jax.tree.map(lambda leaf: jnp.tile(leaf, (max_num_seqs + 1, 1)), nothing)
-    return Slots(jnp.zeros((max_num_seqs, max_len), jnp.int32), packed, caps, vocab_size)
+    # Made on the host: on the device each shape would cost a compilation.
+    packed = jax.tree.map(lambda leaf: jax.device_put(np.tile(leaf, (max_num_seqs + 1, 1))), nothing)
+    history = jax.device_put(np.zeros((max_num_seqs, max_len), np.int32))
+    return Slots(history, packed, caps, vocab_size)
 
 
 def install_row(slots: Slots, slot: jax.Array, row: PackedRow) -> Slots:

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.arrays.precision import Policy
-from jaxinfer.arrays.specs import random_params
+from jaxinfer.arrays.specs import map_specs
 from jaxinfer.config import AttentionConfig, LayerKind, MlpConfig, ModelConfig, RopeConfig
 from jaxinfer.model.cache import init_cache
 from jaxinfer.model.decoder import Static, param_specs, stack_layers, stack_sizes
@@ -36,7 +35,10 @@ SHAPE = Shape(0, (1, 8), 2)
 def make_state(cfg: ModelConfig) -> tuple[Any, Any, Any]:
     """Returns random parameters, an empty cache and slots."""
     sizes = stack_sizes(cfg, 1)
-    params = random_params(param_specs(cfg), seed=1, dtype=jnp.dtype(jnp.float32), std=0.3)
+    rng = np.random.default_rng(1)
+    params = map_specs(
+        lambda s: jax.device_put(rng.normal(0, 0.3, s.shape).astype(np.float32)), param_specs(cfg)
+    )
     return (
         stack_layers(params, sizes),
         init_cache(cfg, POLICY, sizes, 4, 8),
