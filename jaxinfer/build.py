@@ -70,9 +70,15 @@ class RunConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}: got {value!r}, must be a whole number of at least 1")
-        if self.max_model_len is not None and self.max_model_len < 1:
+        if self.max_num_seqs > 1 and self.max_num_batched_tokens <= self.max_num_seqs:
             raise ValueError(
-                f"max_model_len: got {self.max_model_len}, must be at least 1, or None for the model's own"
+                f"max_num_batched_tokens: got {self.max_num_batched_tokens}, must exceed max_num_seqs = "
+                f"{self.max_num_seqs}: a step full of decode rows would leave nothing for prompts"
+            )
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ValueError(
+                f"max_model_len: got {self.max_model_len}, must be at least 2 (a token of prompt and one of output), "
+                "or None for the model's own"
             )
         if self.stack_size < 0:
             raise ValueError(
@@ -145,7 +151,8 @@ def choose_buckets(config: RunConfig, max_len: int) -> Buckets:
     Decode rows grow by powers of two; prefill shapes cover one long chunk and several short ones.
     """
     R, budget = config.max_num_seqs, config.max_num_batched_tokens
-    decode = sorted({min(max(R, 2), 2**i) for i in range(1, 12)})  # one row is no cheaper than two
+    # One row is no cheaper than two.
+    decode = sorted({min(max(R, 2), 2**i) for i in range(1, R.bit_length() + 1)})
     prefill = config.prefill_buckets
     if not prefill:
         short = min(64, budget)
