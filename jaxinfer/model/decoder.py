@@ -20,6 +20,7 @@ from jaxinfer.arrays.quant import linear
 from jaxinfer.arrays.specs import ParamSpec, map_specs
 from jaxinfer.config import LayerKind, ModelConfig
 from jaxinfer.kernels.attention.api import paged_attention
+from jaxinfer.kernels.attention.paged import PagedKV
 from jaxinfer.model.cache import KVCache, Pages, token_slots, write_pages
 from jaxinfer.model.layers import mlp, norm, project_out, project_qkv, softcap
 from jaxinfer.model.moe import moe
@@ -298,14 +299,15 @@ def _layer(
     if angles is not None:
         q, k = apply_rope(q, *angles), apply_rope(k, *angles)
     pages = write_pages(pages, index, slots, k, v)
+    kv = PagedKV(pages.k, pages.v, index, pages.dtype)
     heads = []
     done = 0
     for block in blocks:
         B, T = block.tokens.shape
         mine = q[done : done + B * T].reshape(B, T, *q.shape[1:])
         out = paged_attention(
-            static.attention, mine, pages.k, pages.v, index, block.pages, block.start, block.length,
-            scale=cfg.attention.scale, window=window, softcap=cfg.attention.softcap, kv_dtype=pages.dtype,
+            static.attention, mine, kv, block.pages, block.start, block.length,
+            scale=cfg.attention.scale, window=window, softcap=cfg.attention.softcap,
         )  # fmt: skip
         heads.append(out.reshape(B * T, *q.shape[1:]))
         done += B * T

@@ -8,23 +8,23 @@ import pytest
 from jaxinfer.arrays.pages import encode
 from jaxinfer.kernels.attention.api import IMPLEMENTATIONS, choose_attention, paged_attention
 from jaxinfer.kernels.attention.cases import CASES, Case, make_inputs
+from jaxinfer.kernels.attention.paged import PagedKV
 
 # Compiled whole: op by op, each small operation would compile for itself.
-ATTEND = jax.jit(
-    paged_attention, static_argnums=(0, 4), static_argnames=("scale", "window", "softcap", "kv_dtype")
-)
+ATTEND = jax.jit(paged_attention, static_argnums=0, static_argnames=("scale", "window", "softcap"))
 FAST = sorted(set(IMPLEMENTATIONS) - {"reference"})
 
 
 def run(name: str, case: Case, arrays: dict[str, np.ndarray]) -> np.ndarray:
     """Runs an implementation over layer 1 of a stack of 2 whose layer 0 is NaN."""
     stacked = {x: np.stack([np.full_like(arrays[x], np.nan), arrays[x]]) for x in "kv"}
-    kv_dtype = jnp.dtype(arrays["k"].dtype)
-    args = [jnp.asarray(arrays["q"]), *(encode(jnp.asarray(stacked[x]), kv_dtype) for x in "kv")]
+    dtype = jnp.dtype(arrays["k"].dtype)
+    k, v = (encode(jnp.asarray(stacked[x]), dtype) for x in "kv")
+    kv = PagedKV(k, v, 1, dtype)
     rest = [jnp.asarray(arrays[x]) for x in ("pages", "start", "length")]
     scale = case.heads[2] ** -0.5
     out = ATTEND(
-        name, *args, 1, *rest, scale=scale, window=case.window, softcap=case.softcap, kv_dtype=kv_dtype
+        name, jnp.asarray(arrays["q"]), kv, *rest, scale=scale, window=case.window, softcap=case.softcap
     )
     return np.asarray(out, np.float32)
 

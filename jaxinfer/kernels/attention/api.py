@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
-from jaxinfer.arrays.pages import decode
 from jaxinfer.kernels.attention.blocked import paged_attention_blocked
+from jaxinfer.kernels.attention.paged import PagedKV
 from jaxinfer.kernels.attention.reference import paged_attention_reference
-
-
-def _reference(q, k, v, layer, pages, start, length, *, kv_dtype, **options):
-    k, v = (decode(pool[layer], kv_dtype) for pool in (k, v))
-    return paged_attention_reference(q, k, v, pages, start, length, **options)
-
 
 IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "blocked": paged_attention_blocked,
-    "reference": _reference,
+    "reference": paged_attention_reference,
 }
 
 
@@ -40,6 +35,8 @@ def choose_attention(name: str = "auto") -> str:
     return name
 
 
-def paged_attention(implementation: str, *args: jax.Array | int, **options) -> jax.Array:
-    """Attends from query blocks ``[B, T, N, H]`` to paged keys and values; see `paged_attention_blocked`."""
-    return IMPLEMENTATIONS[implementation](*args, **options)
+def paged_attention(
+    implementation: str, q: jax.Array, kv: PagedKV, *rows: jax.Array, **options: Any
+) -> jax.Array:
+    """Attends from query blocks ``[B, T, N, H]`` to paged keys and values; see `paged_attention_reference`."""
+    return IMPLEMENTATIONS[implementation](q, kv, *rows, **options)

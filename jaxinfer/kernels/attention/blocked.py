@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.arrays.pages import decode
+from jaxinfer.kernels.attention.paged import PagedKV
 from jaxinfer.kernels.attention.reference import MASKED, visible
 
 BLOCK = 256  # tokens of context at a time: their scores and pages stay in the cache of a core
@@ -40,9 +41,7 @@ class _Form(NamedTuple):
 
 def paged_attention_blocked(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    layer: jax.Array | int,
+    kv: PagedKV,
     pages: jax.Array,
     start: jax.Array,
     length: jax.Array,
@@ -50,26 +49,24 @@ def paged_attention_blocked(
     scale: float,
     window: jax.Array | int | None = None,
     softcap: float | None = None,
-    kv_dtype: jnp.dtype,
 ) -> jax.Array:
-    """As `paged_attention_reference`, over ``k, v [l, P, Z, K*H]`` of a stack at ``layer``, stored as
-    `arrays.pages` does for ``kv_dtype``.
+    """As `paged_attention_reference`.
 
     Long chunks go tile by tile, so that a tile's scores stay in cache and no tile multiplies keys after its last query.
 
     Source: online softmax, Milakov and Gimelshein 2018 (arXiv:1805.02867).
     """
-    options = {"scale": scale, "window": window, "softcap": softcap, "kv_dtype": kv_dtype}
+    options = {"scale": scale, "window": window, "softcap": softcap}
     B, T, N, H = q.shape
     if T <= TILE:
-        return _attend(q, k, v, layer, pages, start, length, **options)
+        return _attend(q, kv, pages, start, length, **options)
     num_tiles = -(-T // TILE)
     tiles = jnp.pad(q, ((0, 0), (0, -T % TILE), (0, 0), (0, 0))).reshape(B, num_tiles, TILE, N, H)
 
     def attend(tile: tuple[jax.Array, jax.Array]) -> jax.Array:
         queries, done = tile
         left = jnp.clip(length - done, 0, TILE)
-        return _attend(queries, k, v, layer, pages, start + done, left, **options)
+        return _attend(queries, kv, pages, start + done, left, **options)
 
     offsets = jnp.arange(num_tiles, dtype=jnp.int32) * TILE
     out = jax.lax.map(attend, (tiles.swapaxes(0, 1), offsets))
@@ -78,9 +75,7 @@ def paged_attention_blocked(
 
 def _attend(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    layer: jax.Array | int,
+    kv: PagedKV,
     pages: jax.Array,
     start: jax.Array,
     length: jax.Array,
@@ -88,11 +83,10 @@ def _attend(
     scale: float,
     window: jax.Array | int | None,
     softcap: float | None,
-    kv_dtype: jnp.dtype,
 ) -> jax.Array:
     """`paged_attention_blocked` for one tile of queries."""
     B, T, _, H = q.shape
-    num_layers, P, Z, C = k.shape
+    num_layers, P, Z, C = kv.k.shape
     K = C // H
     q = q * jnp.asarray(scale, q.dtype)
     form = _all_heads(q, K) if T == 1 and K <= SPREAD_HEADS else _by_kv_head(q, K)
@@ -104,20 +98,19 @@ def _attend(
 
     def read(pool: jax.Array, ids: jax.Array) -> jax.Array:
         flat = pool.reshape(num_layers * P, Z * C)
-        index = layer * P + jnp.clip(ids.reshape(-1), 0, P - 1)
-        return decode(flat.at[index].get(mode="promise_in_bounds").reshape(B, S, K, H), kv_dtype).astype(
-            q.dtype
-        )
+        index = kv.layer * P + jnp.clip(ids.reshape(-1), 0, P - 1)
+        numbers = decode(flat.at[index].get(mode="promise_in_bounds"), kv.dtype)
+        return numbers.reshape(B, S, K, H).astype(q.dtype)
 
     def block(i: jax.Array | int) -> tuple[jax.Array, jax.Array]:
         """Returns a block's masked scores and its values."""
         ids = jax.lax.dynamic_slice_in_dim(pages, i * step, step, axis=1)
         index = i * S + jnp.arange(S, dtype=jnp.int32)
-        scores = form.scores(form.q, read(k, ids))
+        scores = form.scores(form.q, read(kv.k, ids))
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
         x_mask = visible(position[:, :, None], index, window) & (index < end[:, None])[:, None]
-        return jnp.where(x_mask[:, None], scores, MASKED), read(v, ids)
+        return jnp.where(x_mask[:, None], scores, MASKED), read(kv.v, ids)
 
     def weigh(scores: jax.Array, top: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the sum of a block's weights and its weighted values."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.arrays.pages import decode
+from jaxinfer.kernels.attention.paged import PagedKV
+
 MASKED = -1e30  # finite, so that a row with no visible key gives numbers, not NaN
 
 
@@ -23,8 +26,7 @@ def visible(query: jax.Array, key: jax.Array, window: jax.Array | int | None) ->
 
 def paged_attention_reference(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    kv: PagedKV,
     pages: jax.Array,
     start: jax.Array,
     length: jax.Array,
@@ -37,8 +39,7 @@ def paged_attention_reference(
 
     Args:
       q: ``[B, T, N, H]`` queries at positions ``start + t``.
-      k: ``[P, Z, K*H]`` key pages, the block's own tokens already written. v: value pages alike. Lanes that are not
-        read may hold anything finite (`arrays.pages.encode` sees to it): a weight of 0 must give 0.
+      kv: keys and values, those of the block's own tokens already written.
       pages: ``[B, W]`` page ids a row; ids outside ``[0, P)`` are never visible keys.
       start: ``[B]`` position of each row's first query.
       length: ``[B]`` queries that count; keys at or after ``start + length`` are not read, and a row of length 0
@@ -49,6 +50,7 @@ def paged_attention_reference(
       ``[B, T, N, H]`` in the dtype of ``q``.
     """
     B, T, N, H = q.shape
+    k, v = (decode(pool[kv.layer], kv.dtype) for pool in (kv.k, kv.v))
     Z, K = k.shape[1], k.shape[2] // H
     keys, values = (
         jnp.take(a, pages, axis=0, mode="clip").reshape(B, -1, K, H).astype(jnp.float32) for a in (k, v)
