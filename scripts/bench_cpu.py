@@ -55,20 +55,25 @@ class Gate:
         Args:
           measure: returns the value and the processor seconds that getting it took.
         """
-        for _ in range(1 + RETAKES):
-            start = time.monotonic()
-            idle = wait_until_idle(max(self.seconds_left, 0.0))
-            self.seconds_left -= time.monotonic() - start
-            before, start = busy_seconds(), time.monotonic()
-            value, own = measure()
-            after = busy_seconds()
-            busy = None if before is None or after is None else after - before
-            if not is_disturbed(busy, own, time.monotonic() - start) or not idle:
-                break
-        else:
-            self.disturbed += 1
-        self.busy += idle is False
+        value, disturbed = self._take_once(measure)
+        for _ in range(RETAKES):
+            if not disturbed:
+                return value
+            value, disturbed = self._take_once(measure)
+        self.disturbed += disturbed
         return value
+
+    def _take_once(self, measure: Callable[[], tuple[float, float]]) -> tuple[float, bool]:
+        """Returns a value, and whether another try may give a better one."""
+        start = time.monotonic()
+        idle = wait_until_idle(max(self.seconds_left, 0.0))
+        self.seconds_left -= time.monotonic() - start
+        self.busy += idle is False
+        before, start = busy_seconds(), time.monotonic()
+        value, own = measure()
+        after = busy_seconds()
+        busy = None if before is None or after is None else after - before
+        return value, idle is not False and is_disturbed(busy, own, time.monotonic() - start)
 
 
 class Bench:
@@ -323,7 +328,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         specs, missing = choose_engines(args, model)
         bench = Bench(args, model)
         bench.missing += missing
-        bench.run(specs)
+        try:
+            bench.run(specs)
+        except KeyboardInterrupt:
+            bench.missing.append("interrupted: what follows was measured until then")
     except BenchError as error:
         raise SystemExit(f"bench_cpu: {error}") from None
     text, record = report(bench, shlex.join(["python", "scripts/bench_cpu.py", *(argv or sys.argv[1:])]))
