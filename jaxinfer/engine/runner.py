@@ -215,9 +215,10 @@ class DeviceRunner:
 
 
 def split_plan(plan: Plan, buckets: Buckets) -> list[Call]:
-    """Returns the calls that run a plan: as few as the buckets allow, decode rows with the first prefill chunk.
+    """Returns the calls that run a plan: with little padding, then few; decode rows with the first prefill chunk.
 
-    Pieces are taken longest first; each call takes the smallest bucket that holds the most of what is left.
+    Pieces are taken longest first; each call takes the bucket that would run what is left in the fewest tokens, padding
+    included, and of those the one with most rows.
 
     Raises:
       ValueError: more decode rows, or a longer piece, than any bucket holds.
@@ -230,7 +231,7 @@ def split_plan(plan: Plan, buckets: Buckets) -> list[Call]:
         fitting = [shape for shape in buckets.prefill if shape[1] >= longest]
         if not fitting:
             raise ValueError(f"a prefill piece of {longest} tokens, but the buckets are {buckets.prefill}")
-        b, T = min(fitting, key=lambda shape: (-(-len(left) // shape[0]) * shape[0] * shape[1], shape))
+        b, T = min(fitting, key=lambda shape: (-(-len(left) // shape[0]) * shape[0] * shape[1], -shape[0]))
         taken, left = tuple(left[:b]), left[b:]
         mixed = [B for B in buckets.mixed if decode and len(decode) <= B]
         shape = Shape(min(mixed, default=0), (b, T), buckets.width)
