@@ -1,0 +1,113 @@
+"""The mixture of experts against a loop over tokens and experts in float64."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.arrays.precision import Policy
+from jaxinfer.config import MlpConfig
+from jaxinfer.model.moe import moe, route
+
+D, F = 12, 7
+FLOAT32 = Policy.parse("float32")
+
+
+def config(num_experts: int = 5, experts_per_token: int = 2, *, normalize: bool = True) -> MlpConfig:
+    return MlpConfig(
+        16,
+        num_experts=num_experts,
+        experts_per_token=experts_per_token,
+        expert_dim=F,
+        normalize_router=normalize,
+    )
+
+
+def make(cfg: MlpConfig, num_tokens: int, seed: int = 0) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    rng = np.random.default_rng(seed)
+    E = cfg.num_experts
+    shapes = {"router": (E, D), "gate": (E, D, F), "up": (E, D, F), "down": (E, F, D)}
+    return rng.standard_normal((num_tokens, D), np.float32), {
+        name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()
+    }
+
+
+def exact(x: np.ndarray, p: dict[str, np.ndarray], cfg: MlpConfig) -> np.ndarray:
+    """One token, one expert at a time."""
+    wide = {name: array.astype(np.float64) for name, array in p.items()}
+    out = np.zeros(x.shape)
+    for i, row in enumerate(x.astype(np.float64)):
+        logits = wide["router"] @ row
+        chances = np.exp(logits - logits.max())
+        chances /= chances.sum()
+        chosen = np.argsort(-chances)[: cfg.experts_per_token]
+        share = chances[chosen].sum() if cfg.normalize_router else 1.0
+        for e in chosen:
+            gate = row @ wide["gate"][e]
+            hidden = gate / (1 + np.exp(-gate)) * (row @ wide["up"][e])
+            out[i] += chances[e] / share * (hidden @ wide["down"][e])
+    return out
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 9])
+@pytest.mark.parametrize(
+    "cfg",
+    [config(), config(normalize=False), config(5, 1), config(3, 3), config(8, 2, normalize=False)],
+    ids=["two of five", "not normalised", "one of five", "all", "two of eight"],
+)
+def test_the_mixture_is_the_sum_of_the_experts_that_are_visited(cfg: MlpConfig, num_tokens: int):
+    x, p = make(cfg, num_tokens)
+    got = jax.jit(moe, static_argnums=(2, 3))(x, p, cfg, FLOAT32)
+    np.testing.assert_allclose(got, exact(x, p, cfg), rtol=1e-4, atol=1e-4)
+
+
+def test_no_token_is_dropped_when_all_want_the_same_expert():
+    cfg = config(4, 1)
+    x, p = make(cfg, 16)
+    x[:, 0] = 5.0
+    p["router"][:] = 0
+    p["router"][2, 0] = 10.0
+    np.testing.assert_array_equal(
+        route(jnp.asarray(x), jnp.asarray(p["router"]), cfg)[0], np.full((16, 1), 2)
+    )
+    np.testing.assert_allclose(moe(x, p, cfg, FLOAT32), exact(x, p, cfg), rtol=1e-4, atol=1e-4)
+
+
+def test_a_token_is_the_same_alone_and_among_others():
+    cfg = config()
+    x, p = make(cfg, 9)
+    together = moe(x, p, cfg, FLOAT32)
+    for i in range(9):
+        np.testing.assert_allclose(moe(x[i : i + 1], p, cfg, FLOAT32)[0], together[i], rtol=1e-5, atol=1e-5)
+
+
+def test_the_router_decides_in_float32_whatever_the_policy():
+    """Two experts whose logits differ by less than bfloat16 resolves."""
+    cfg = config(2, 1)
+    x = np.ones((1, D), np.float32)
+    router = np.zeros((2, D), np.float32)
+    router[:, 0] = 4.0, 4.001
+    experts, weights = route(jnp.asarray(x, jnp.bfloat16), jnp.asarray(router), cfg)
+    assert (int(experts[0, 0]), weights.dtype) == (1, jnp.float32)
+
+
+def test_weights_sum_to_one_only_where_the_model_says_so():
+    for normalize in (True, False):
+        cfg = config(normalize=normalize)
+        x, p = make(cfg, 6)
+        _, weights = route(jnp.asarray(x), jnp.asarray(p["router"]), cfg)
+        total = np.asarray(weights.sum(-1))
+        assert np.allclose(total, 1, atol=1e-6) == normalize
+
+
+def test_16_bit_experts_are_near_the_exact_ones():
+    cfg = config()
+    x, p = make(cfg, 9)
+    got = moe(
+        jnp.asarray(x, jnp.bfloat16), {k: jnp.asarray(v) for k, v in p.items()}, cfg, Policy.parse("bf16")
+    )
+    assert got.dtype == jnp.bfloat16
+    wanted = exact(np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32), p, cfg)
+    assert np.abs(np.asarray(got, np.float64) - wanted).max() < 0.05 * np.abs(wanted).max()
