@@ -94,7 +94,7 @@ SETTINGS = st.fixed_dictionaries(
 
 @settings(derandomize=True, deadline=None)
 @given(SETTINGS, st.integers(2, 10**5))
-def test_shapes_hold_every_row_and_the_longest_sequence(given: dict[str, int], max_len: int):
+def test_shapes_hold_every_row_and_the_longest_sequence(given: dict[str, Any], max_len: int):
     config = RunConfig(**given)
     buckets = choose_buckets(config, max_len)
     assert buckets.decode[-1] == max(config.max_num_seqs, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +27,7 @@ def config(num_experts: int = 5, experts_per_token: int = 2, *, normalize: bool 
     )
 
 
-def make(cfg: MlpConfig, num_tokens: int, seed: int = 0) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def make(cfg: MlpConfig, num_tokens: int, seed: int = 0) -> tuple[Any, dict[str, Any]]:
     rng = np.random.default_rng(seed)
     E = cfg.num_experts
     shapes = {"router": (E, D), "gate": (E, D, F), "up": (E, D, F), "down": (E, F, D)}
