@@ -84,6 +84,11 @@ class RunConfig:
             raise ValueError(
                 f"stack_size: got {self.stack_size}, must be 0 (choose), 1 (unroll) or layers a scan"
             )
+        for shape in self.prefill_buckets:
+            if not isinstance(shape, tuple) or len(shape) != 2 or not all(isinstance(n, int) for n in shape):
+                raise ValueError(f"prefill_buckets: got {shape!r}, must be pairs of rows and tokens")
+            if min(shape) < 1:
+                raise ValueError(f"prefill_buckets: got {shape}, rows and tokens must be at least 1")
         if not set(self.draws) <= set(DRAWS) or set(self.draws).isdisjoint(("greedy", "sample")):
             raise ValueError(
                 f"draws: got {self.draws}, must be of {', '.join(DRAWS)}, with greedy or sample among them"
@@ -157,8 +162,6 @@ def choose_buckets(config: RunConfig, max_len: int) -> Buckets:
     if not prefill:
         short = min(64, budget)
         prefill = ((1, short), (min(R, budget // short), short), (1, budget))
-    if any(b < 1 or T < 1 for b, T in prefill):
-        raise ValueError(f"prefill_buckets: got {prefill}, rows and tokens must be at least 1")
     width = -(-max_len // config.page_size)
     mixed = (decode[-1],) if R > 1 else ()
     return Buckets(tuple(decode), tuple(sorted(set(prefill))), width, mixed, config.num_decode_steps)

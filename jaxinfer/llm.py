@@ -150,10 +150,17 @@ class _Door:
         return door
 
     def _open(self, engine: Engine, defaults: GenerationDefaults, seed: int | None) -> None:
-        self.engine = engine
+        self._engine: Engine | None = engine
         self._defaults = defaults.sampling
         self._seeds = None if seed is None else random.Random(seed)
         self._told = False
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the requests."""
+        if self._engine is None:
+            raise RuntimeError("this model was closed; open it anew")
+        return self._engine
 
     @property
     def max_model_len(self) -> int:
@@ -231,7 +238,7 @@ class LLM(_Door):
 
     def close(self) -> None:
         """Lets go of parameters and cache; the object is of no use after it."""
-        self.__dict__.pop("engine", None)
+        self._engine = None
 
     def generate(
         self,

@@ -124,6 +124,17 @@ def test_one_setting_a_prompt():
         make_llm().generate(["a", "b"], [SamplingParams()])
 
 
+@pytest.mark.parametrize(
+    "use", [lambda llm: llm.generate("a"), lambda llm: llm.encode("a"), lambda llm: llm.stream("a")]
+)
+def test_a_closed_model_says_so(use: Any):
+    with make_llm() as llm:
+        pass
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        use(llm)
+
+
 @pytest.mark.parametrize("params", [{"temperature": 0}, iter([SamplingParams()]), [{"temperature": 0}]])
 def test_settings_of_another_type_are_refused(params: Any):
     with pytest.raises(ValueError, match=r"sampling_params: got \w+, must be SamplingParams"):
