@@ -83,9 +83,13 @@ class AsyncEngine:
         news = asyncio.Event()
         self._waiters[handle] = (asyncio.get_running_loop(), news)
         try:
-            if self._stopping:
-                raise EngineError("the engine is closed")
             self.engine.enqueue(handle)
+        except BaseException:  # a refused name is another request's, which an abort by name would end
+            del self._waiters[handle]
+            raise
+        try:
+            if self._stopping:  # looked at last: what `close` does not see among the waiters sees it here
+                raise EngineError("the engine is closed")
             self._wake.set()
             while True:
                 finished = handle.finished
@@ -103,8 +107,10 @@ class AsyncEngine:
 
     def _run(self) -> None:
         """The thread: steps while there is work, sleeps while there is none."""
-        while not self._stopping:
+        while True:
             self._wake.clear()  # before looking, so that what comes after the look wakes it
+            if self._stopping:
+                break
             if self.engine.has_work:
                 self._step()
             else:

@@ -264,16 +264,17 @@ class Engine:
         if len(each) != len(prompts):
             raise ValueError(f"params: got {len(each)} for {len(prompts)} prompts, give one or as many")
         handles = [self.prepare(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
-        mine = set(handles)
+        mine: dict[Handle, None] = {}  # queued: a name that was refused is another request's
         try:
             for handle in handles:
                 self.enqueue(handle)
+                mine[handle] = None
             while not all(handle.finished for handle in handles):
                 for handle in self.step():
                     if on_finish is not None and handle.finished and handle in mine:
                         on_finish(handle)
         finally:  # Ctrl-C, or an error of `on_finish`: nobody is left to read the others
-            for handle in handles:
+            for handle in mine:
                 if not handle.finished:
                     self.abort(handle.request_id)
         return [handle.output() for handle in handles]

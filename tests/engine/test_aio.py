@@ -7,7 +7,7 @@ from contextlib import aclosing
 import pytest
 
 from jaxinfer.engine.aio import AsyncEngine
-from jaxinfer.engine.engine import EngineError
+from jaxinfer.engine.engine import EngineError, Handle
 from jaxinfer.schedule.sampling_params import SamplingParams
 from tests.engine.fakes import make_engine
 
@@ -110,3 +110,55 @@ def test_closing_aborts_what_runs_and_ends_the_thread():
 
     assert asyncio.run(main()) == "abort"
     assert not [thread for thread in threading.enumerate() if thread.name == "jaxinfer-engine"]
+
+
+def test_a_name_that_is_taken_is_refused_and_its_owner_runs_on():
+    engine, _ = make_engine(ids("a"), num_pages=NUM_PAGES, max_len=MAX_LEN)
+
+    async def main() -> str | None:
+        with AsyncEngine(engine) as door:
+            async with aclosing(door.stream("p", ENDLESS, request_id="mine")) as deltas:
+                await anext(deltas)
+                with pytest.raises(ValueError, match="live request"):
+                    await door.generate("q", PARAMS, request_id="mine")
+                await door.generate("q", PARAMS)  # an abort would have been done by now
+                return (await anext(deltas)).finish_reason
+
+    assert asyncio.run(main()) is None
+    assert engine.metrics.finished == {"length": 1, "abort": 1}
+
+
+def test_closing_just_as_the_thread_looks_for_work_ends_it():
+    class ClosedMeanwhile(threading.Event):
+        """Clears what `close` set between the thread's last look and now."""
+
+        def clear(self) -> None:
+            door._stopping = True
+            self.set()
+            super().clear()
+
+    door = AsyncEngine(make_engine(ids("a"))[0])
+    first, door._wake = door._wake, ClosedMeanwhile()
+    first.set()
+    door._thread.join(timeout=30)
+    assert not door._thread.is_alive()
+
+
+def test_a_request_that_is_queued_as_the_door_closes_is_refused():
+    engine, _ = make_engine(ids("a"))
+    enqueue = engine.enqueue
+
+    async def main() -> None:
+        door = AsyncEngine(engine)
+
+        def enqueue_late(handle: Handle) -> None:
+            door.close()  # as another thread may
+            enqueue(handle)
+
+        engine.enqueue = enqueue_late
+        with pytest.raises(EngineError, match="closed"):
+            await asyncio.wait_for(door.generate("p", PARAMS), timeout=30)
+
+    asyncio.run(main())
+    engine.run_until_done()
+    assert engine.metrics.finished == {"abort": 1}

@@ -477,6 +477,16 @@ def test_an_error_of_on_finish_ends_the_other_requests():
     assert engine.scheduler.pool.num_used == 0
 
 
+def test_prompts_that_meet_a_name_in_use_leave_its_owner_alone():
+    engine, _ = make_engine(ids("abcdef"))
+    owner = engine.submit("p", SamplingParams(max_tokens=6), request_id="request-1")
+    with pytest.raises(ValueError, match="live request"):
+        engine.generate(["x", "y"], SamplingParams(max_tokens=6))
+    engine.run_until_done()
+    assert owner.output().outputs[0].text == "abcdef"
+    assert engine.metrics.finished["length"] == 1
+
+
 @pytest.mark.parametrize("prompt", [[1.5, 2], ["a"], [None]])
 def test_ids_that_are_no_integers_are_refused(prompt: list):
     with pytest.raises(ValueError, match="list of integers"):
