@@ -294,7 +294,7 @@ class LLM(_Door):
                 tools=tools,
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
-                **(chat_template_kwargs or {}),
+                chat_template_kwargs=chat_template_kwargs,
             )
             for conversation in conversations
         ]

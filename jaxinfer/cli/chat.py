@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli.progress import say
 from jaxinfer.cli.settings import Settings
-from jaxinfer.cli.start import draws_of, fit_run, open_llm, open_model_of, settle_temperature
+from jaxinfer.cli.start import (
+    draws_of,
+    fit_run,
+    open_llm,
+    open_model_of,
+    settle_temperature,
+    tell_unused,
+    unseen_fields,
+)
 from jaxinfer.cli.stream import report_end, stream_text, summarize_to_stderr
 from jaxinfer.schedule.sampling_params import SamplingParams
 from jaxinfer.text import Tokenizer, encode_chat
@@ -35,6 +43,7 @@ def converse(prompt: str | None, settings: Settings, params: SamplingParams) -> 
     """
     if params.n > 1:
         raise ValueError(f"sampling.n: got {params.n}, a conversation goes on from one choice: must be 1")
+    tell_unused(unseen_fields(settings))
     model = open_model_of(settings)
     params = settle_temperature(params, model)
     fitted: dict[str, Any] = {"max_num_seqs": 1, "draws": draws_of(model, params)}
@@ -103,7 +112,10 @@ def encode_turns(
     """Returns the ids of a conversation with a new turn of the user's."""
     turns = [*messages, {"role": "user", "content": text}]
     return encode_chat(
-        tokenizer, turns, chat_template=chat.get("template"), **chat.get("template_kwargs", {})
+        tokenizer,
+        turns,
+        chat_template=chat.get("template"),
+        chat_template_kwargs=chat.get("template_kwargs"),
     )
 
 

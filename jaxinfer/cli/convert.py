@@ -6,8 +6,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxinfer.cli.flags import DEFAULT_MODEL, CommandFlags, UsageError
+from jaxinfer.cli.flags import CommandFlags, UsageError
 from jaxinfer.cli.progress import say
+from jaxinfer.weights.fetch import DEFAULT_MODEL
 
 
 def make_flags() -> CommandFlags:

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from absl import flags
 
+from jaxinfer.weights.fetch import DEFAULT_MODEL
+
 Kind = Literal["text", "texts", "switch", "integer", "number"]
 _DEFINE: dict[Kind, Callable[..., Any]] = {
     "text": flags.DEFINE_string,
@@ -18,7 +20,6 @@ _DEFINE: dict[Kind, Callable[..., Any]] = {
     "integer": flags.DEFINE_integer,
     "number": flags.DEFINE_float,
 }
-DEFAULT_MODEL = "smollm2-135m"
 
 
 class UsageError(Exception):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from jaxinfer.cli.flags import UsageError
 from jaxinfer.cli.progress import Progress, say
 from jaxinfer.cli.settings import Settings, read_sampling
-from jaxinfer.cli.start import open_llm, params_of
+from jaxinfer.cli.start import open_llm, params_of, tell_unused
 from jaxinfer.cli.stream import summarize_to_stderr
 
 if TYPE_CHECKING:
@@ -40,14 +40,23 @@ def answer_file(source: str, target: str, settings: Settings) -> int:
     """
     if Path(target).exists() and os.path.samefile(source, target):
         raise UsageError(f"--output {target} is the input file")
+    if Path(source).exists() and not Path(source).is_file():
+        raise ValueError(
+            f"--input {source}: not a regular file, and it is read twice; write the requests to one"
+        )
     with open(source, "rb") as lines:
         total = sum(1 for line in lines if line.strip())
     if not Path(target).absolute().parent.is_dir():
         raise ValueError(f"--output {target}: no such folder, make it first")
+    tell_unused(["chat.system"] if "system" in settings.chat else [])  # a conversation of a line is whole
     llm = open_llm(settings)
-    with open(target, "w", encoding="utf-8") as out, Progress("answering", total, "request") as progress:
+    # A lone surrogate, as in an error that quotes one, is written as JSON escapes it.
+    with (
+        open(target, "w", encoding="utf-8", errors="backslashreplace") as out,
+        Progress("answering", total, "request") as progress,
+    ):
         batch = Batch(llm, settings, out, progress)
-        batch.run(line for line in _read_lines(source))
+        batch.run(_read_lines(source))
     if batch.answered:
         summarize_to_stderr(batch.answered)
     if batch.num_failed:
@@ -151,13 +160,15 @@ def read_request(line: bytes, llm: LLM, settings: Settings) -> tuple[Prompt, Sam
 def _encode_messages(llm: LLM, messages: Any, chat: dict[str, Any], defaults: Mapping[str, Any]) -> list[int]:
     from jaxinfer.text import encode_chat
 
-    variables = {**defaults.get("template_kwargs", {}), **(chat.pop("chat_template_kwargs", None) or {})}
-    chat = {"chat_template": defaults.get("template"), **chat, **variables}
+    variables, own = defaults.get("template_kwargs"), chat.get("chat_template_kwargs")
+    if isinstance(variables, Mapping) and isinstance(own, Mapping | None):  # what is neither is refused below
+        own = {**variables, **(own or {})}
+    chat = {"chat_template": defaults.get("template"), **chat, "chat_template_kwargs": own}
     return encode_chat(llm.get_tokenizer(), messages, **chat)
 
 
 def _check_prompt(prompt: Any) -> Prompt:
-    from jaxinfer.llm import read_prompts
+    from jaxinfer.engine.intake import read_prompts
 
     (checked,) = read_prompts([prompt])
     return checked

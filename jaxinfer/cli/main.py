@@ -49,7 +49,7 @@ def main(args: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     except USER_ERRORS as error:
-        _complain(name, str(error) or type(error).__name__)
+        _complain(name, _describe(error))
         return FAILED
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -77,6 +77,12 @@ def _overview() -> str:
     lines = [f"  {name:<10}{says}" for name, says in COMMANDS.items()]
     head = ["usage: jaxinfer COMMAND [flags]", "", "commands:"]
     return "\n".join([*head, *lines, "", "Its flags: jaxinfer COMMAND --help"])
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"  # without the number that Python puts before it
+    return str(error) or type(error).__name__
 
 
 def _complain(name: str, text: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxinfer.cli.flags import CommandFlags, UsageError
-from jaxinfer.cli.start import fit_run, open_llm, open_model_of, settings_of
+from jaxinfer.cli.start import fit_run, open_llm, open_model_of, settings_of, tell_unused
 from jaxinfer.schedule.sampling_params import SamplingParams
 
 
@@ -32,6 +32,8 @@ def main(args: Sequence[str]) -> int:
     if not flags.parse(args):
         return 0
     settings = settings_of(flags)
+    unused = {"sampling": settings.sampling, "chat": settings.chat}
+    tell_unused([f"{section}.{name}" for section, table in unused.items() for name in table])
     text = _read(flags["text"])
     model = open_model_of(settings)
     ids = model.tokenizer.encode(text)

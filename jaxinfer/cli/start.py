@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer.cli.flags import DEFAULT_MODEL, CommandFlags
+from jaxinfer.cli.flags import CommandFlags
 from jaxinfer.cli.progress import say
 from jaxinfer.cli.settings import Settings, read_settings
 from jaxinfer.schedule.sampling_params import SamplingParams
+from jaxinfer.weights.fetch import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from jaxinfer.llm import LLM
@@ -24,6 +26,17 @@ def settings_of(flags: CommandFlags) -> Settings:
     settings = read_settings(flags["config"], flags["set"])
     settings.run.update({name: flags[name] for name in ("model", "policy") if flags[name] is not None})
     return settings
+
+
+def tell_unused(names: Sequence[str]) -> None:
+    """Says which settings have no effect on what runs: a file of them may serve several commands."""
+    if names:
+        say(f"without effect here: {', '.join(names)}")
+
+
+def unseen_fields(settings: Settings) -> list[str]:
+    """Returns the sampling fields that ask for what plain text does not show."""
+    return [f"sampling.{name}" for name in ("logprobs", "prompt_logprobs") if name in settings.sampling]
 
 
 def params_of(given: dict[str, Any]) -> SamplingParams:

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 
 from jaxinfer.cli.progress import say
 from jaxinfer.cli.settings import Settings
-from jaxinfer.cli.start import fit_run, open_llm, open_model_of, settle_temperature
+from jaxinfer.cli.start import (
+    fit_run,
+    open_llm,
+    open_model_of,
+    settle_temperature,
+    tell_unused,
+    unseen_fields,
+)
 
 if TYPE_CHECKING:
     from jaxinfer.engine.engine import Handle
@@ -18,16 +25,18 @@ if TYPE_CHECKING:
 
 def complete(prompt: str, settings: Settings, params: SamplingParams) -> int:
     """Writes the completion of one prompt to stdout, as it comes; several choices when they are whole."""
+    tell_unused([*(f"chat.{name}" for name in settings.chat), *unseen_fields(settings)])
     model = open_model_of(settings)
     params = settle_temperature(params, model)
     ids = model.tokenizer.encode(prompt)
     params.validate_for(model.cfg.vocab_size, model.cfg.max_len, len(ids), model.defaults.eos_ids)
     llm = open_llm(settings, model, **fit_run(model, len(ids), params))
-    if params.n > 1:
-        (output,) = llm.generate(ids, params)
-        print(*(choice.text for choice in output.outputs), sep="\n")
-        return 0
-    handle = stream_text(llm, ids, params)
+    if params.n == 1:
+        handle = stream_text(llm, ids, params)
+    else:
+        handle = llm.engine.submit(ids, llm.fill_params(params))
+        llm.engine.run_until_done()
+        print(*(choice.text for choice in handle.output().outputs), sep="\n", flush=True)
     summarize_to_stderr([handle])
     return report_end(handle)
 
@@ -59,10 +68,10 @@ def summarize_to_stderr(handles: Sequence[Handle]) -> None:
 
 def report_end(handle: Handle) -> int:
     """Says why a text ended where that is not its own end, and returns the exit code."""
-    choice = handle.output().outputs[0]
-    if choice.finish_reason == "error":
-        say(f"error: {choice.error}")
+    choices = handle.output().outputs
+    if errors := [choice.error for choice in choices if choice.finish_reason == "error"]:
+        say(f"error: {errors[0]}")
         return 1
-    if choice.finish_reason == "length":
-        say(f"cut at {len(choice.token_ids)} tokens; --max_tokens allows more, within the context")
+    if cut := [len(choice.token_ids) for choice in choices if choice.finish_reason == "length"]:
+        say(f"cut at {max(cut)} tokens; --max_tokens allows more, within the context")
     return 0

@@ -17,6 +17,9 @@ from jaxinfer.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 
+# What a request says by arguments of their own, so not among the template's further variables.
+_OWN_ARGUMENTS = ("messages", "tools", "chat_template", "add_generation_prompt")
+
 
 def encode_chat(
     tokenizer: Tokenizer,
@@ -25,7 +28,7 @@ def encode_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template: str | None = None,
     add_generation_prompt: bool = True,
-    **variables: object,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Turn chat messages into the ids of one prompt.
 
@@ -38,14 +41,17 @@ def encode_chat(
         chat_template: a Jinja source, or the name of one of the model's templates; None takes the default
             one (with tools, the one named `tool_use` where there is one).
         add_generation_prompt: end with the opening of the assistant's turn.
-        variables: further variables of the template, such as `enable_thinking`.
+        chat_template_kwargs: further variables of the template, such as `enable_thinking`.
 
     Returns:
         The ids.
 
     Raises:
-        ValueError: no template, messages of the wrong shape, or an error in the template.
+        ValueError: no template, an argument or messages of the wrong shape, or an error in the template.
     """
+    variables = _check_variables(chat_template_kwargs)
+    if not isinstance(add_generation_prompt, bool):
+        raise ValueError(f"add_generation_prompt: got {add_generation_prompt!r}, expected true or false")
     source = find_template(tokenizer, chat_template, with_tools=bool(tools))
     text = render_chat(
         source,
@@ -72,6 +78,11 @@ def find_template(tokenizer: Tokenizer, chat_template: str | None = None, *, wit
         ValueError: the model has none and none was given.
     """
     named = tokenizer.chat_templates
+    if not isinstance(chat_template, str | None):
+        raise ValueError(
+            f"chat_template: got {type(chat_template).__name__}, expected a Jinja source or one of the names "
+            f"{', '.join(sorted(named)) or '(this model has none)'}"
+        )
     if chat_template is not None:
         return named.get(chat_template, chat_template)
     source = named.get("tool_use") if with_tools else None
@@ -87,6 +98,7 @@ def find_template(tokenizer: Tokenizer, chat_template: str | None = None, *, wit
 
 def render_chat(
     template: str,
+    /,
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None = None,
     *,
@@ -126,6 +138,15 @@ def render_chat(
         raise ValueError(f"chat template: {error}") from error
     except Exception as error:  # a template is a program, and may fail in any way
         raise ValueError(f"chat template: {type(error).__name__}: {error}") from error
+
+
+def _check_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    if not isinstance(given, Mapping | None):
+        raise ValueError(f"chat_template_kwargs: got {type(given).__name__}, expected an object")
+    variables = dict(given or {})
+    if taken := [name for name in _OWN_ARGUMENTS if name in variables]:
+        raise ValueError(f"chat_template_kwargs: got {', '.join(taken)}; give it beside chat_template_kwargs")
+    return variables
 
 
 def _check_list(name: str, value: object) -> Sequence[Mapping[str, Any]]:

@@ -125,6 +125,30 @@ def test_request_that_fails_within_ends_with_1(jaxinfer_cli: CommandLine):
     assert "no such piece" in err
 
 
+def test_a_choice_that_fails_within_ends_with_1(jaxinfer_cli: CommandLine):
+    jaxinfer_cli.script = lambda _, choice: [[*b"ok", EOS], [*b"he", 666]][choice]
+    code, out, err = jaxinfer_cli("generate", "--prompt", "p", "--set", "sampling.n=2")
+    assert code == 1
+    assert out.startswith("ok\n")
+    assert "no such piece" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "names"),
+    [
+        (["generate", "--prompt", "p", "--set", "chat.system=s"], "chat.system"),
+        (["generate", "--prompt", "p", "--set", "sampling.logprobs=1"], "sampling.logprobs"),
+        (["generate", "--chat", "--prompt", "p", "--set", "sampling.logprobs=1"], "sampling.logprobs"),
+        (["score", "--set", "sampling.top_p=0.5", "--set", "chat.system=s"], "sampling.top_p, chat.system"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_settings_without_effect_are_said(jaxinfer_cli: CommandLine, args: list[str], names: str):
+    code, _, err = jaxinfer_cli(*args, stdin="abc")
+    assert code == 0
+    assert f"jaxinfer: without effect here: {names}\n" in err
+
+
 def test_chat_goes_on_from_what_was_said(jaxinfer_cli: CommandLine):
     code, out, _ = jaxinfer_cli("generate", "--chat", stdin="hi\n\nagain\n/reset\nanew\n/exit\nnever\n")
     assert (code, out) == (0, "hello\n" * 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ def test_fields_of_a_line_go_over_flags_in_either_spelling(jaxinfer_cli: Command
     assert [one.temperature for one in params] == [1, 1]  # vLLM's: a file has vLLM's defaults
 
 
+HI = {"messages": [{"role": "user", "content": "hi"}]}
 BAD_LINES = [
     (b"{not json", "not a line of JSON"),
     (b"[1]", "got list"),
@@ -91,6 +93,13 @@ BAD_LINES = [
     (b'{"prompt": "a", "temperature": NaN}', "temperature: got nan"),
     ({"prompt": "a", "tools": []}, "tools"),
     ({"prompt": "a" * 1024}, "prompt tokens: got 1024"),
+    (b'{"prompt": "a", "\\ud800": 1}', "\ud800: got 1"),
+    (HI | {"chat_template_kwargs": 5}, "chat_template_kwargs: got int"),
+    (HI | {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs: got messages"),
+    (HI | {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs: got tools"),
+    (HI | {"chat_template": []}, "chat_template: got list"),
+    (HI | {"add_generation_prompt": "no"}, "add_generation_prompt: got 'no'"),
+    (HI | {"tools": 5}, "tools: got int"),
 ]
 
 
@@ -132,6 +141,23 @@ def test_blank_lines_are_no_requests(answer):
 def test_empty_file_has_no_answers(answer):
     result, answers = answer()
     assert (result.code, answers) == (0, [])
+
+
+def test_input_that_can_be_read_only_once_is_refused(jaxinfer_cli: CommandLine, tmp_path: Path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    code, _, err = jaxinfer_cli("generate", "--input", str(pipe), "--output", str(tmp_path / "out"))
+    assert code == 1
+    assert "pipe: not a regular file" in err
+    assert not jaxinfer_cli.runs
+
+
+def test_settings_of_chat_hold_for_conversations(jaxinfer_cli: CommandLine, answer):
+    flags = ("--set", 'chat.template_kwargs={mood = "!"}', "--set", "chat.system=Be kind")
+    own = {"chat_template_kwargs": {"mood": "?"}}
+    result, _ = answer(HI, HI | own, HI | {"chat_template_kwargs": None}, flags=flags)
+    assert jaxinfer_cli.prompts == ["u:hi|!a:", "u:hi|?a:", "u:hi|!a:"]
+    assert "without effect here: chat.system\n" in result.err
 
 
 def test_input_is_never_overwritten(jaxinfer_cli: CommandLine, tmp_path: Path):

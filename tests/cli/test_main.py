@@ -82,7 +82,9 @@ def test_no_command_shows_them(jaxinfer_cli: CommandLine):
         (["generate", "--prompt", "a", "--set", "schedule.max_num_seqs=many"], "max_num_seqs: got 'many'"),
         (["generate", "--prompt", "a" * 1024], "prompt tokens: got 1024"),
         (["generate", "--prompt", "a", "--set", "sampling.stop_token_ids=[1000]"], "stop_token_ids"),
-        (["score", "--text", "absent.txt"], "absent.txt"),
+        (["score", "--text", "absent.txt"], "error: absent.txt: No such file or directory\n"),
+        (["generate", "--chat", "--prompt", "a", "--set", "chat.template_kwargs=5"], "kwargs: got int"),
+        (["generate", "--chat", "--prompt", "a", "--set", "chat.template_kwargs={tools=[]}"], "got tools"),
     ],
     ids=lambda value: " ".join(value)[:80] if isinstance(value, list) else None,
 )

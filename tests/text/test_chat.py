@@ -213,3 +213,23 @@ def test_a_model_with_named_templates_only_lists_them() -> None:
     tokenizer = Tokenizer.from_gguf(byte_level_metadata([]) | {"tokenizer.chat_template.rag": "r"})
     with pytest.raises(ValueError, match=r"it has rag; give one of these names"):
         encode_chat(tokenizer, HI)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"chat_template_kwargs": ["x"]}, "chat_template_kwargs: got list, expected an object"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs: got tools; give it beside"),
+        ({"chat_template": 5}, "chat_template: got int, expected a Jinja source"),
+        ({"add_generation_prompt": 0}, "add_generation_prompt: got 0, expected true or false"),
+    ],
+)
+def test_arguments_of_the_wrong_shape_are_refused(tmp_path: Path, arguments: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        encode_chat(byte_level(tmp_path, chat_template=CHATML), HI, **arguments)
+
+
+def test_variables_may_have_any_other_name(tmp_path: Path) -> None:
+    tokenizer = byte_level(tmp_path, chat_template="{{ template }}{{ tokenizer }}")
+    ids = encode_chat(tokenizer, HI, chat_template_kwargs={"template": "a", "tokenizer": "b"})
+    assert tokenizer.decode(ids) == "ab"
