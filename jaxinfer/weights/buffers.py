@@ -35,9 +35,14 @@ def pack(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     packed = empty(array.shape, dtype)
     with np.errstate(over="ignore"):
         _copy(packed, array)
-    if dtype.itemsize < array.dtype.itemsize and not all_finite(packed):
+    if may_overflow(array.dtype, dtype) and not all_finite(packed):
         raise OverflowError(f"overflows {dtype}")
     return packed
+
+
+def may_overflow(given: np.dtype, wanted: np.dtype) -> bool:
+    """Returns whether a finite number of one format can be infinite in another, no wider one."""
+    return wanted != given and wanted.itemsize <= given.itemsize
 
 
 def all_finite(array: np.ndarray) -> bool:

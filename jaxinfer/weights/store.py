@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.arrays.specs import flatten_specs, is_spec, path_name
 from jaxinfer.config import GenerationDefaults, ModelConfig
+from jaxinfer.weights.buffers import may_overflow
 from jaxinfer.weights.errors import (
     CheckpointError,
     CorruptFileError,
@@ -27,6 +30,7 @@ from jaxinfer.weights.errors import (
     MisshapenTensorsError,
     MissingFilesError,
     MissingTensorsError,
+    NonFiniteTensorsError,
     UnsupportedFormatError,
 )
 from jaxinfer.weights.load import leaf_shardings
@@ -173,6 +177,9 @@ def restore(path: str | Path, specs: Any, *, policy: Policy, shardings: Any = No
     # A dtype of None is the stored one; naming it would send every leaf through a cast (a third of the time).
     casts = {name: None if str(dtype) == meta.leaves[name][1] else dtype for name, dtype in dtypes.items()}
     restored = _read_params(path / PARAMS_FOLDER, where, casts)
+    narrowed = [n for n, dtype in dtypes.items() if may_overflow(np.dtype(meta.leaves[n][1]), dtype)]
+    if bad := [(n, f"overflows {dtypes[n]}") for n in narrowed if not jnp.isfinite(restored[n]).all()]:
+        raise NonFiniteTensorsError(path, bad)
     return jax.tree.unflatten(jax.tree.structure(specs, is_leaf=is_spec), [restored[name] for name in leaves])
 
 
@@ -199,7 +206,7 @@ def _write_params(path: Path, leaves: dict[str, jax.Array]) -> None:
 
 
 def _read_params(
-    path: Path, where: dict[str, jax.sharding.Sharding], casts: dict[str, jax.numpy.dtype | None]
+    path: Path, where: dict[str, jax.sharding.Sharding], casts: dict[str, jnp.dtype | None]
 ) -> dict[str, jax.Array]:
     import orbax.checkpoint as ocp
 

@@ -139,6 +139,15 @@ def test_numbers_too_large_for_the_format_are_named() -> None:
     assert error.value.names == ("l1.q.weight",)
 
 
+def test_bfloat16_that_float16_cannot_hold_is_named() -> None:
+    arrays = {name: array.astype(BF16) for name, array in tensors().items()}
+    arrays["l0.q.weight"][2, 1] = 7e4
+    load(arrays, "bfloat16")
+    with pytest.raises(NonFiniteTensorsError, match=r"l0.q.weight: overflows float16") as error:
+        load(arrays, "float16")
+    assert error.value.names == ("l0.q.weight",)
+
+
 def test_recipes_must_cover_the_specs() -> None:
     some = {path: recipe for path, recipe in RECIPES.items() if path != "embed.tokens"}
     with pytest.raises(ValueError, match=r"embed\.tokens"):

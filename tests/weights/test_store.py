@@ -21,6 +21,7 @@ from jaxinfer.weights.errors import (
     MisshapenTensorsError,
     MissingFilesError,
     MissingTensorsError,
+    NonFiniteTensorsError,
     UnsupportedFormatError,
 )
 from jaxinfer.weights.source import find_kind, open_source
@@ -90,6 +91,16 @@ def test_restore_casts_to_the_policy(tmp_path: Path) -> None:
     params = saved(tmp_path / "m", "bfloat16")
     restored = store.restore(tmp_path / "m", SPECS, policy=Policy.parse("float32"))
     assert_same(restored, jax.tree.map(lambda leaf: leaf.astype(np.float32), params))
+
+
+def test_numbers_too_large_for_the_policy_are_named(tmp_path: Path) -> None:
+    params = random_params(SPECS, 0, Policy.parse("bfloat16").dtype_of("matrix"))
+    params["layers"][1]["attn"]["q"] *= 1e9
+    store.save(tmp_path / "m", params, CONFIG, GENERATION, DictSource("gguf", {}))
+    store.restore(tmp_path / "m", SPECS, policy=Policy.parse("float32"))
+    with pytest.raises(NonFiniteTensorsError, match=r"layers.1.attn.q: overflows float16") as error:
+        store.restore(tmp_path / "m", SPECS, policy=Policy.parse("float16"))
+    assert error.value.names == ("layers.1.attn.q",)
 
 
 def test_tokenizer_files_are_copied(tmp_path: Path) -> None:
