@@ -132,13 +132,18 @@ def stack_sizes(cfg: ModelConfig, size: int) -> tuple[int, ...]:
       cfg: the model.
       size: 1 unrolls, L makes one scan.
     """
-    sizes: list[int] = []
-    for i, kind in enumerate(cfg.layers):
-        if sizes and sizes[-1] < size and kind.moe == cfg.layers[i - 1].moe:
-            sizes[-1] += 1
+
+    def are_alike(kinds: Sequence[LayerKind]) -> bool:
+        rotary_dims = {cfg.ropes[kind.rope].rotary_dim for kind in kinds if kind.rope is not None}
+        return len({kind.moe for kind in kinds}) == 1 and len(rotary_dims) <= 1
+
+    stacks: list[list[LayerKind]] = []
+    for kind in cfg.layers:
+        if stacks and len(stacks[-1]) < size and are_alike([*stacks[-1], kind]):
+            stacks[-1].append(kind)
         else:
-            sizes.append(1)
-    return tuple(sizes)
+            stacks.append([kind])
+    return tuple(map(len, stacks))
 
 
 def stack_layers(params: dict[str, Any], sizes: Sequence[int]) -> dict[str, Any]:

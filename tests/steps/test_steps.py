@@ -78,6 +78,9 @@ def test_stack_sizes_hold_only_layers_of_one_structure():
     assert stack_sizes(MODELS["experts after a dense layer"], 9) == (1, 2)
     assert stack_sizes(LLAMA, 2) == (2, 1)
     assert stack_sizes(LLAMA, 1) == (1, 1, 1)
+    ropes = (RopeConfig(1e4, 8), RopeConfig(1e4, 4))
+    kinds = (LayerKind(), LayerKind(rope=None), LayerKind(rope=1), LayerKind(rope=1))
+    assert stack_sizes(replace(LLAMA, layers=kinds, ropes=ropes), 9) == (2, 2)
 
 
 @pytest.mark.parametrize("size", [2, 99])
