@@ -12,6 +12,7 @@ import pickle
 import platform
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -29,12 +30,9 @@ MAX_BYTES = 2 * 2**30  # of the folder; a 30-layer step takes 2 MB on CPU
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _SUFFIX = ".executable"
 # What a step is traced from. A change elsewhere leaves its executable as it was.
-_SOURCES = ("config.py", "hardware.py", "arrays", "kernels", "model", "steps")
-_FLAGS = (
-    "XLA_FLAGS",
-    "LIBTPU_INIT_ARGS",
-    "NVIDIA_TF32_OVERRIDE",
-)  # environment that changes what is compiled
+_SOURCES = ("config.py", "hardware.py", "schedule/sampling_params.py", "arrays", "kernels", "model", "steps")
+# Environment that changes what is compiled.
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
 
 
 class ExecutableStore:
@@ -77,7 +75,7 @@ class ExecutableStore:
             return
         try:
             body = pickle.dumps(serialize(compiled))
-            handle, unfinished = tempfile.mkstemp(dir=self._folder)
+            handle, unfinished = tempfile.mkstemp(_SUFFIX, dir=self._folder)
             with os.fdopen(handle, "wb") as file:
                 file.write(hashlib.sha256(body).digest() + body)
             os.replace(unfinished, self._path(key))
@@ -85,16 +83,20 @@ class ExecutableStore:
             self._say(f"an executable is not kept in {self._folder}: {error or type(error).__name__}")
 
     def trim(self) -> None:
-        """Removes the files that were not used for longest until the rest fits."""
+        """Removes the executables that were not used for longest until the rest fits; other files are left alone."""
         if not self._is_usable:
             return
-        files = [(entry.stat(), entry.path) for entry in os.scandir(self._folder)]
-        excess = sum(stat.st_size for stat, _ in files) - self._max_bytes
-        for stat, path in sorted(files, key=lambda file: file[0].st_mtime):
+        files: list[tuple[float, int, Path]] = []
+        for path in self._folder.glob(f"*{_SUFFIX}"):
+            with suppress(FileNotFoundError):  # another process trims too
+                stat = path.stat()
+                files.append((stat.st_mtime, stat.st_size, path))
+        excess = sum(size for _, size, _ in files) - self._max_bytes
+        for _, size, path in sorted(files):
             if excess <= 0:
                 return
-            Path(path).unlink(missing_ok=True)
-            excess -= stat.st_size
+            path.unlink(missing_ok=True)
+            excess -= size
 
     def _path(self, key: str) -> Path:
         return self._folder / (key + _SUFFIX)

@@ -1,5 +1,6 @@
 """Executables kept between runs: loaded where nothing changed, compiled anew where anything did or a file is bad."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxinfer.steps import keep
 from jaxinfer.steps.compiled import count_compilations
 from jaxinfer.steps.keep import ExecutableStore, devices_of, key_of
 from tests.steps.kept_run import make_table, run
@@ -113,11 +115,31 @@ def test_a_folder_that_cannot_be_made_stops_nothing(tmp_path: Path):
 def test_the_least_recently_used_go_first(tmp_path: Path):
     folder = tmp_path / "executables"
     store = ExecutableStore(folder, max_bytes=250)
+    (folder / "someone's.bin").write_bytes(b"x" * 1000)
+    (folder / "folder").mkdir()
     for age, name in enumerate("dcba"):
-        (folder / name).write_bytes(b"x" * 100)
-        os.utime(folder / name, (1000 - age, 1000 - age))
+        path = folder / f"{name}.executable"
+        path.write_bytes(b"x" * 100)
+        os.utime(path, (1000 - age, 1000 - age))
     store.trim()
-    assert sorted(path.name for path in folder.iterdir()) == ["c", "d"]
+    left = sorted(path.name for path in folder.iterdir())
+    assert left == ["c.executable", "d.executable", "folder", "someone's.bin"]
+
+
+def test_every_module_that_a_step_is_traced_from_is_part_of_its_key():
+    """Imports are followed from the steps; what `schedule` imports in turn checks requests and traces nothing."""
+    package = Path(keep.__file__).parent.parent
+    covered = [package / name for name in keep._SOURCES]
+    files = [f for path in covered for f in (path.rglob("*.py") if path.is_dir() else [path])]
+    outside = set()
+    for file in (f for f in files if f.parent.name != "schedule"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxinfer."):
+                module = package.parent / (node.module or "").replace(".", "/")
+                path = module if module.is_dir() else module.with_suffix(".py")
+                if not any(path.is_relative_to(place) for place in covered):
+                    outside.add(f"{file.name}: {node.module}")
+    assert outside == set()
 
 
 def test_keys_tell_parts_apart():
