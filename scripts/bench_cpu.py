@@ -164,6 +164,7 @@ class Bench:
             loaded = worker.ask("load", model=str(self.model), threads=self.args.threads, **spec.options)
             answer = worker.ask("prefill", prompt=make_prompts(1, 8)[0])
             seconds = time.perf_counter() - start
+        self.info.setdefault(spec.name, loaded)
         return seconds, loaded["cpu_seconds"] + answer["cpu_seconds"]
 
 
