@@ -153,8 +153,12 @@ def _score(logits: jax.Array, tokens: jax.Array, vocab_size: int) -> TokenLogpro
     spare = ((0, 0), (0, MAX_LOGPROBS - top.shape[1]))
     top = jnp.pad(top, spare, constant_values=BANNED)
     top_ids = jnp.pad(top_ids, spare, constant_values=-1)
-    logprob, top = (jnp.maximum(x - log_total[:, None], BANNED) for x in (chosen, top))
+    logprob, top = (_at_least_banned(x - log_total[:, None]) for x in (chosen, top))
     return TokenLogprobs(logprob[:, 0], rank, top_ids, top)
+
+
+def _at_least_banned(x: jax.Array) -> jax.Array:
+    return jnp.where(x > BANNED, x, BANNED)  # NaN too, which a maximum would keep
 
 
 def _edit(logits: jax.Array, rows: Rows, position: jax.Array) -> jax.Array:
