@@ -65,11 +65,6 @@ class AttentionConfig:
     out_bias: bool = False
     qk_norm: QKNorm = "none"
 
-    @property
-    def group_size(self) -> int:
-        """G = N / K, query heads that share a kv head."""
-        return self.num_heads // self.num_kv_heads
-
 
 @dataclass(frozen=True)
 class MlpConfig:

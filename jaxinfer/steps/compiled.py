@@ -86,7 +86,7 @@ class Compiled:
 
 
 class StepTable:
-    """The executables of a run, by name.
+    """The executables of a run, by name, each with its seconds and bytes.
 
     Args:
       static: what steps are compiled for.
@@ -215,15 +215,6 @@ class StepTable:
         slots = self._state[2]
         row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), slots.packed)
         return jax.jit(install_row, donate_argnums=0).lower(slots, _ints(), row)
-
-    def describe(self) -> str:
-        """Returns the table of executables: name, seconds to compile or load, temporary memory."""
-        rows = [
-            f"{name:32s} {'loaded' if c.is_loaded else 'compiled':8s} {c.seconds:7.2f} s "
-            f"{c.temp_bytes / 2**20:9.1f} MiB"
-            for name, c in self.executables.items()
-        ]
-        return "\n".join([f"{'executable':32s} {'':8s} {'took':>9s} {'temporary':>13s}", *rows])
 
 
 @contextmanager

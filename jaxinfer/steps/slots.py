@@ -93,7 +93,7 @@ class SlotRow:
     Attributes:
       prompt_len: ``[B]`` a position at or beyond it is output. min_len: ``[B]`` positions before it cannot end.
       key: ``[B, 2]`` uint32, ``fold_in(key(seed), choice)``. limited: ``[B]`` whether the allowed-id bits count.
-      wants_logprobs, wants_prompt: ``[B]`` whether log-probabilities of output and prompt were asked for.
+      wants_logprobs: ``[B]`` whether log-probabilities of the output were asked for.
       stop_ids: ``[B, stop_ids]`` padded with -1. bias_ids, bias: ``[B, logit_bias]`` ids (-1 pads) and amounts.
       bad_words: ``[B, bad_words, bad_word_len]`` ids, padded with -1 on the left.
     """
@@ -103,7 +103,6 @@ class SlotRow:
     key: Any
     limited: Any
     wants_logprobs: Any
-    wants_prompt: Any
     stop_ids: Any
     bias_ids: Any
     bias: Any
@@ -153,11 +152,6 @@ class Rows:
     mask: jax.Array
     vocab_size: int = struct.field(pytree_node=False)
 
-    @property
-    def wants_prompt(self) -> jax.Array:
-        """``[B]``, whether log-probabilities of the prompt were asked for."""
-        return self.settings.wants_prompt
-
 
 def describe_row(
     params: SamplingParams,
@@ -183,7 +177,6 @@ def describe_row(
         key=request_key(seed, choice),
         limited=np.int32(params.allowed_token_ids is not None),
         wants_logprobs=np.int32(params.logprobs is not None),
-        wants_prompt=np.int32(params.prompt_logprobs is not None),
         stop_ids=_pad(sorted(stop_ids), caps.stop_ids, -1, np.int32),
         bias_ids=_pad([int(token) for token in bias], caps.logit_bias, -1, np.int32),
         bias=_pad(list(bias.values()), caps.logit_bias, 0, np.float32),

@@ -118,10 +118,6 @@ class GGUFSource:
         tensor.release()
         return expanded
 
-    def raw(self, name: str) -> np.ndarray:
-        """Returns the bytes of a tensor as they are stored, uint8 ``[num_bytes]``, mapped."""
-        return self._held[name].data
-
 
 def read_metadata(path: Path) -> dict[str, Any]:
     """Returns the metadata of a GGUF file as Python values: numbers, strings, and lists of them.

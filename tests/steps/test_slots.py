@@ -62,7 +62,7 @@ def test_a_row_comes_back_as_it_was_described():
     np.testing.assert_array_equal(rows.settings.stop_ids[0], [2, 9, -1, -1])
     np.testing.assert_array_equal(rows.settings.bad_words[0], [[-1, -1, 7], [1, 2, 3]])
     assert rows.settings.min_len[0] == 7
-    assert list(rows.wants_prompt) == [1, 0]
+    assert list(rows.settings.wants_logprobs) == [1, 0]
     bits = np.unpackbits(np.asarray(rows.mask[1]).view(np.uint8), bitorder="little")
     assert list(np.flatnonzero(bits)) == [0, 31, 32, 69]
 
