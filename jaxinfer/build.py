@@ -132,8 +132,8 @@ def kv_pages(text: str, bytes_a_page: int, pages_for_all: int, pages_for_one: in
     if text == "auto":
         wanted = max(AUTO_KV_BYTES // bytes_a_page, pages_for_one)
         return max(1, min(wanted, pages_for_all, device_bytes // 2 // bytes_a_page))
-    found = re.fullmatch(r"\s*([0-9.]+)\s*(%|pages?|[kmg]?i?b)\s*", text.lower())
-    if not found or found.group(1).count(".") > 1:
+    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(%|pages?|b|[kmg]i?b)\s*", text.lower(), re.ASCII)
+    if not found or (found.group(2) == "%" and float(found.group(1)) > 100):
         raise ValueError(
             f"kv_memory: got {text!r}; must be auto, bytes as 512MiB or 2GB, a share as 25%, or 1000 pages"
         )
@@ -219,7 +219,8 @@ def build_engine(config: RunConfig, model: Model | None = None, say: Say = lambd
       say: is told what was chosen and why, a line at a time.
 
     Raises:
-      ValueError, CheckpointError: what is wrong with the configuration or the checkpoint, named.
+      ValueError: what is wrong with the configuration or (CheckpointError) with the checkpoint, named.
+      FetchError: no such model, or it cannot be brought here.
     """
     model = model or open_model(config.model)
     cfg = model.cfg

@@ -48,7 +48,9 @@ def test_auto_takes_a_fixed_share_one_long_request_or_half_the_device():
     assert kv_pages("auto", 1024, 10**9, 10**6, GIB) == GIB // 2048
 
 
-@pytest.mark.parametrize("text", ["", "lots", "12", "1.2.3MB", "-5MB", "0 pages", "10B", "0%", "5 pagess"])
+@pytest.mark.parametrize(
+    "text", ["", "lots", "12", "1.2.3MB", "-5MB", "0 pages", "10B", "0%", "101%", "5 pagess", ".MB", "5iB"]
+)
 def test_memory_of_another_form_or_too_little_is_refused(text: str):
     with pytest.raises(ValueError, match="kv_memory"):
         kv_pages(text, 1024, 64, 8, GIB)

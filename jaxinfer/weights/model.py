@@ -28,7 +28,7 @@ class Model:
       cfg: the decoder. defaults: end tokens and sampling defaults.
       tokenizer: its own.
       load: ``load(policy, shardings, progress)`` gives the tree of `param_specs` on devices; shardings None is the
-        default device.
+        default device. ``progress`` may be None, and a converted checkpoint, read by orbax at once, never calls it.
       source: the opened checkpoint, None for one that `jaxinfer convert` wrote.
     """
 
@@ -45,7 +45,7 @@ def open_model(name: str) -> Model:
     """Opens a model by registered name, local path or ``hf:org/name[@revision]``.
 
     Raises:
-      ValueError: no such model. CheckpointError: what is wrong with its files.
+      FetchError: no such model, or it cannot be brought here. CheckpointError: what is wrong with its files.
     """
     path = resolve_model(name)
     if find_kind(path) == "store":
