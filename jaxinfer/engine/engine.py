@@ -144,7 +144,7 @@ class Engine:
           params: sampling settings, vLLM's defaults when None.
           request_id: a name that no live request has; made up when None.
           stream: keep what every step adds in ``deltas``.
-          priority: lower is more important.
+          priority: lower is more important: admitted first and preempted last.
 
         Raises:
           ValueError: a request that could never run, with what was got and what would work.

@@ -13,6 +13,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -62,7 +63,7 @@ class Update(NamedTuple):
 
 
 class Scheduler:
-    """First come, first served over ``max_num_seqs`` slots and one page pool; not thread-safe.
+    """By priority, then first come, first served, over ``max_num_seqs`` slots and one page pool; not thread-safe.
 
     Args:
       config: limits of a step.
@@ -72,8 +73,8 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, pool: PagePool):
         self.config = config
         self.pool = pool
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # most important first, see Request.rank
+        self.waiting: deque[Request] = deque()  # most important first, see Request.rank
+        self.running: list[Request] = []  # so too
         self.num_preemptions = 0
         self._live: dict[str, Request] = {}
         self._free_slots = list(range(config.max_num_seqs))  # a heap: low slots first
@@ -112,7 +113,7 @@ class Scheduler:
             )
 
     def add(self, spec: RequestSpec) -> Request:
-        """Puts a request at the end of the queue.
+        """Puts a request in the queue, after those that are as important.
 
         Raises:
           RequestRefused: see `check`; also when its id is in use.
@@ -123,7 +124,7 @@ class Scheduler:
         request = Request(spec, order=self._num_added)
         self._num_added += 1
         self._live[spec.request_id] = request
-        self.waiting.append(request)
+        insort(self.waiting, request, key=_rank)
         return request
 
     def schedule(self) -> Plan | None:
@@ -240,7 +241,7 @@ class Scheduler:
             request = self.waiting.popleft()
             request.slot = heapq.heappop(self._free_slots)
             request.num_prefill = request.num_known
-            insort(self.running, request, key=lambda r: r.rank)
+            insort(self.running, request, key=_rank)
             spare -= self._pages_ahead(request)
             if self._add_piece(request, budget, pieces):
                 sampled.append(request)
@@ -296,10 +297,10 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Sends a row back to the head of the queue; its tokens in flight still count when they come."""
+        """Sends a row back to its place in the queue; its tokens in flight still count when they come."""
         self.num_preemptions += 1
         self._leave(request)
-        self.waiting.appendleft(request)
+        insort(self.waiting, request, key=_rank)
 
     def _leave(self, request: Request) -> None:
         """Takes slot and pages from a running row."""
@@ -317,6 +318,9 @@ class Scheduler:
             self._leave(request)
         else:
             self.waiting.remove(request)
+
+
+_rank = attrgetter("rank")
 
 
 def _admission(request: Request) -> Admission:

@@ -202,6 +202,17 @@ def test_a_newcomer_does_not_take_the_page_that_an_elder_needs_next():
     assert house.scheduler.num_preemptions == 0
 
 
+def test_priority_chooses_who_waits():
+    house = House(make(max_num_seqs=1))
+    requests = [
+        house.scheduler.add(spec(name, num_new=3, priority=priority))
+        for name, priority in [("a", 1), ("b", 1), ("c", 0), ("d", 1)]
+    ]
+    assert [request.spec.request_id for request in house.scheduler.waiting] == ["c", "a", "b", "d"]
+    house.run()
+    assert all(request.output == expected(request) for request in requests)
+
+
 def test_priority_chooses_who_is_preempted():
     house = House(make(num_pages=12, max_num_seqs=3))
     for name, priority in [("a", 2), ("b", 0), ("c", 1)]:
@@ -358,7 +369,9 @@ def simulate(seed: int, num_requests: int) -> int:
             by_stop = bool(request.spec.stop_ids) and want[-1] == EOS
             assert request.finish_reason == ("stop" if by_stop else "length")
     first_admitted = dict.fromkeys(int(a.request_id[1:]) for plan in house.plans for a in plan.admitted)
-    assert list(first_admitted) == sorted(first_admitted), "first come, first served"
+    for priority in (0, 1):
+        alike = [i for i in first_admitted if requests[i].spec.priority == priority]
+        assert alike == sorted(alike), "of the same priority, first come, first served"
     for plan in house.plans:
         num_tokens = len(plan.decode) + sum(len(piece.tokens) for piece in plan.prefill)
         assert 0 < num_tokens <= scheduler.config.max_num_batched_tokens
