@@ -179,7 +179,10 @@ def _byte_level_bpe(folder: Path, config: Mapping[str, Any]) -> tokenizers.Token
     if config.get("add_prefix_space"):
         raise ValueError(f"{folder}: add_prefix_space needs a tokenizer.json, vocab.json is not enough")
     rule = PRE_TOKENIZERS[_RULE_OF_CLASS[name]]
-    bpe = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    try:
+        bpe = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"{folder}: vocab.json and merges.txt are not a vocabulary: {error}") from error
     tokenizer = tokenizers.Tokenizer(bpe)
     if (normalizer := rule.normalizer()) is not None:
         tokenizer.normalizer = normalizer

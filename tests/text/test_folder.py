@@ -235,3 +235,11 @@ def test_a_byte_level_token_with_other_characters_stands_for_itself(tmp_path: Pa
     tokenizer = Tokenizer.from_folder(write_folder(tmp_path, byte_level_json([], texts)))
     assert [tokenizer.token_bytes(i) for i in (256, 257)] == [text.encode() for text in texts]
     assert tokenizer.decode([257], skip_special_tokens=False) == "two words"
+
+
+@pytest.mark.parametrize("merges", ["Ġ a\nx", "Ġ zz\n"])
+def test_broken_merges_are_a_clear_error(tmp_path: Path, merges: str) -> None:
+    (tmp_path / "vocab.json").write_text(json.dumps({t: i for i, t in enumerate([*ALPHABET, "Ġa"])}))
+    (tmp_path / "merges.txt").write_text(merges)
+    with pytest.raises(ValueError, match=r"vocab\.json and merges\.txt are not a vocabulary: "):
+        Tokenizer.from_folder(tmp_path)
