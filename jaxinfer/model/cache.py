@@ -120,7 +120,6 @@ def write_pages(cache: Pages, layer: jax.Array | int, slots: jax.Array, k: jax.A
     Returns:
       The pages after the write.
     """
-
     num_slots = cache.num_pages * cache.page_size
     # One flat axis: XLA's CPU backend writes rows of it in place, and other forms not.
     total = cache.k.shape[0] * num_slots

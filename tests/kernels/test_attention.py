@@ -16,8 +16,8 @@ FAST = sorted(set(IMPLEMENTATIONS) - {"reference"})
 
 
 def run(name: str, case: Case, arrays: dict[str, np.ndarray]) -> np.ndarray:
-    """Runs an implementation over layer 1 of a stack of 2 whose layer 0 is NaN."""
-    stacked = {x: np.stack([np.full_like(arrays[x], np.nan), arrays[x]]) for x in "kv"}
+    """Runs an implementation over layer 1 of a stack of 2 whose layer 0 is zeros."""
+    stacked = {x: np.stack([np.zeros_like(arrays[x]), arrays[x]]) for x in "kv"}
     dtype = jnp.dtype(arrays["k"].dtype)
     k, v = (encode(jnp.asarray(stacked[x]), dtype) for x in "kv")
     kv = PagedKV(k, v, 1, dtype)
@@ -65,6 +65,18 @@ def test_implementation_equals_oracle(name: str, case: Case):
     got, want = run(name, case, arrays), run("reference", case, arrays)
     for row, length in enumerate(case.length):
         np.testing.assert_allclose(got[row, :length], want[row, :length], atol=2e-5)
+
+
+@pytest.mark.parametrize("name", sorted(IMPLEMENTATIONS))
+@pytest.mark.parametrize("nowhere", [-1, 10**6])
+def test_trap_15_pages_that_no_query_sees_may_have_any_id(name: str, nowhere: int):
+    case = next(case for case in CASES if case.name == "decode window")
+    arrays = make_inputs(case)
+    want = run(name, case, arrays)
+    arrays["pages"][arrays["pages"] == len(arrays["k"])] = nowhere
+    for row, context in enumerate(case.context):
+        arrays["pages"][row, : max(0, context - (case.window or 0) + 1) // case.page_size] = nowhere
+    np.testing.assert_array_equal(run(name, case, arrays), want)
 
 
 @pytest.mark.parametrize("name", FAST)

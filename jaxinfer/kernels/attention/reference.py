@@ -40,7 +40,8 @@ def paged_attention_reference(
     Args:
       q: ``[B, T, N, H]`` queries at positions ``start + t``.
       kv: keys and values, those of the block's own tokens already written.
-      pages: ``[B, W]`` page ids a row; ids outside ``[0, P)`` are never visible keys.
+      pages: ``[B, W]`` page ids a row, in ``[0, P)`` wherever a query sees; behind the window and after the end
+        they may be anything. Only this implementation hides other ids where queries see; the others trust the table.
       start: ``[B]`` position of each row's first query.
       length: ``[B]`` queries that count; keys at or after ``start + length`` are not read, and a row of length 0
         is padding.
