@@ -103,5 +103,6 @@ def refuse_name(name: str, value: object, known: Collection[str]) -> SamplingPar
         ours = {"eos_token_id": "stop_token_ids"}.get(name, ALIASES.get(name))
         return SamplingParamsError(name, value, allowed + (f"; here it is {ours}" if ours else ""))
     names = [*known, *ALIASES, "eos_token_id"]
-    close = difflib.get_close_matches(name, names, n=3) or sorted(known)
-    return SamplingParamsError(name, value, f"no field of this name; the closest are {', '.join(close)}")
+    close = difflib.get_close_matches(name, names, n=3)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(sorted(known))}"
+    return SamplingParamsError(name, value, f"no field of this name; {hint}")
