@@ -45,10 +45,15 @@ def norm(x: jax.Array, p: Params, cfg: NormConfig) -> jax.Array:
 def project_qkv(
     x: jax.Array, p: Params, cfg: AttentionConfig, eps: float, policy: Policy
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns queries ``[M, N, H]``, keys and values ``[M, K, H]``, normalised where the model does, not rotated."""
+    """Returns queries ``[M, N, H]``, keys and values ``[M, K, H]``, normalised where the model does, not rotated.
+
+    The three weights may lie joined as ``qkv [N+2K, H, D]``.
+    """
+    N, K = cfg.num_heads, cfg.num_kv_heads
+    joined = jnp.split(linear(x, p["qkv"], policy), (N, N + K), axis=1) if "qkv" in p else None
 
     def project(name: str) -> jax.Array:
-        y = linear(x, p[name], policy)
+        y = linear(x, p[name], policy) if joined is None else joined["qkv".index(name)]
         if cfg.qkv_bias:
             y = (y + p[f"{name}_bias"]).astype(y.dtype)
         if cfg.qk_norm != "none" and name != "v":
