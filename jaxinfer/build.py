@@ -24,7 +24,7 @@ from jaxinfer.schedule.scheduler import Scheduler, SchedulerConfig
 from jaxinfer.steps.compiled import StepTable
 from jaxinfer.steps.keep import ExecutableStore
 from jaxinfer.steps.slots import SlotCaps, init_slots
-from jaxinfer.weights.fetch import default_cache_dir
+from jaxinfer.weights.fetch import DEFAULT_MODEL, default_cache_dir
 from jaxinfer.weights.model import Model, open_model
 
 Say = Callable[[str], None]
@@ -51,7 +51,7 @@ class RunConfig:
       compile_cache: keep executables between runs: in jaxinfer's cache folder, in a folder of this name, or False.
     """
 
-    model: str = "smollm2-135m"
+    model: str = DEFAULT_MODEL
     policy: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 16

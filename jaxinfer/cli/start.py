@@ -55,15 +55,15 @@ def open_model_of(settings: Settings) -> Model:
 
 
 def settle_temperature(params: SamplingParams, model: Model) -> SamplingParams:
-    """Returns settings for text that a person reads: the likeliest token where nobody names a temperature.
+    """Returns settings for text that a person reads: the likeliest token where nobody asks for a draw.
 
     vLLM's 1 makes small models ramble; 0 is what transformers takes for a checkpoint that names none. Several choices
     can only be drawn.
     """
     named = params.explicit | dict(model.defaults.sampling).keys()
-    if params.n > 1 or not named.isdisjoint(("temperature", "do_sample")):
+    if params.n > 1 or not named.isdisjoint(("temperature", "do_sample", "top_k", "top_p", "min_p")):
         return params
-    say("temperature 0, for neither --temperature nor the model gives one")
+    say("temperature 0, for neither the command line nor the model asks for a draw")
     return params.replace(temperature=0.0)
 
 

@@ -98,6 +98,7 @@ def test_defaults_of_the_model_fill_what_is_left_open_and_are_said(jaxinfer_cli:
         ((), ("--temperature", "0.5"), 0.5),
         ((), ("--set", "sampling.do_sample=true"), 1),
         ((), ("--set", "sampling.n=2"), 1),
+        ((), ("--set", "sampling.top_p=0.9"), 1),
         ((("temperature", 0.6),), (), 0.6),
         ((("do_sample", True),), (), 1),
     ],
