@@ -82,7 +82,7 @@ def open_bigram(bigram: LLM, tmp_path: Path) -> OpenBigram:
 
 @pytest.fixture(scope="session")
 def smollm2(smollm2_gguf: Path) -> LLM:
-    """SmolLM2, four rows, prompts in chunks of 64."""
+    """SmolLM2, four rows, four short prompts at once or one in chunks of 256."""
     return open_real_model(smollm2_gguf)
 
 
@@ -99,5 +99,6 @@ def open_real_model(path: Path) -> LLM:
         max_num_seqs=4,
         max_num_batched_tokens=256,
         max_model_len=2048,
-        prefill_buckets=[[4, 64]],
+        kv_memory="140 pages",
+        prefill_buckets=[[4, 64], [1, 256]],
     )
