@@ -36,7 +36,7 @@ def test_prompts_become_the_same_ids(case: tuple[LLM, dict[str, Any]]):
 
 
 def test_greedy_tokens_and_logprobs_are_those_of_transformers(case: tuple[LLM, dict[str, Any]]):
-    """All prompts at once over four rows: they are prefilled together, mixed with decode rows, and take each other's places."""
+    """All prompts at once over four rows: prefilled together, mixed with decode rows, in each other's places."""
     llm, reference = case
     prompts = reference["prompts"]
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=20)
