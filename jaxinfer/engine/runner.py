@@ -128,8 +128,7 @@ class DeviceRunner:
         """Starts a plan and returns at once."""
         draws: list[Draws] = []
         scores: dict[int, tuple[Any, int]] = {}
-        guard = jax.transfer_guard("disallow") if self._guard else contextlib.nullcontext()
-        with guard, count_compilations(self.compilations):
+        with self._guarded(), count_compilations(self.compilations):
             for admission in plan.admitted:
                 self._admit(admission)
             for call in split_plan(plan, self._buckets):
@@ -138,6 +137,14 @@ class DeviceRunner:
 
     def collect(self, pending: Pending) -> StepResult:
         """Waits for one dispatched plan, oldest first, and brings its draws to the host."""
+        with self._guarded():
+            return self._collect(pending)
+
+    def _guarded(self) -> contextlib.AbstractContextManager[None]:
+        """Makes implicit transfers an error, either way; `jax.device_put` and `jax.device_get` are explicit."""
+        return jax.transfer_guard("disallow") if self._guard else contextlib.nullcontext()
+
+    def _collect(self, pending: Pending) -> StepResult:
         plan = pending.plan
         row_of = {row.slot: i for i, row in enumerate(plan.decode)}
         last = [piece.slot for piece in plan.prefill if piece.is_last]
@@ -150,7 +157,7 @@ class DeviceRunner:
             ]
             target = [row_of[draws.rows[i].slot] for i in drawn]
             found = draws.found
-            ids = np.asarray(found.tokens if isinstance(found, Sampled) else found)
+            ids = jax.device_get(found.tokens if isinstance(found, Sampled) else found)
             tokens[target] = ids.reshape(plan.num_decode_steps, -1)[:, drawn].T
             if draws.scored and drawn:
                 scored.append((drawn, target, found))
@@ -211,7 +218,7 @@ class DeviceRunner:
             return None
         scored, row = pending.scores[piece]
         length = len(pending.plan.prefill[piece].tokens)
-        return _logprobs(jax.tree.map(lambda leaf: np.asarray(leaf)[row, :length], scored))
+        return _logprobs(jax.tree.map(lambda leaf: leaf[row, :length], jax.device_get(scored)))
 
 
 def split_plan(plan: Plan, buckets: Buckets) -> list[Call]:
