@@ -323,6 +323,11 @@ class LLM(_Door):
         ids = self.encode(text) if isinstance(text, str) else list(text)
         bos = ids[:1] if ids[:1] == [self.engine.tokenizer.bos_id] else []
         length = self.max_model_len - 1 - len(bos)  # a request makes a token, and that needs a place
+        if length < 1:
+            raise ValueError(
+                f"max_model_len: got {self.max_model_len}, scoring needs at least {2 + len(bos)}: a token, the one "
+                "that a request makes, and BOS where the text has it"
+            )
         body = ids[len(bos) :]
         windows = [bos + body[at : at + length] for at in range(0, len(body), length)]
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)

@@ -255,6 +255,11 @@ def test_score_of_a_long_text_goes_by_windows():
     assert score.logprobs == [None, *(pytest.approx(-byte / 10) for byte in b"abcdefg")]
 
 
+def test_score_without_room_for_a_token_is_refused():
+    with pytest.raises(ValueError, match=r"max_model_len: got 2, scoring needs at least 3"):
+        make_llm(tokenizer=BosTokenizer(bos=1), max_len=2).score("a")
+
+
 def test_score_of_nothing_is_nothing():
     score = make_llm().score("")
     assert (score.num_scored, score.log_likelihood) == (0, 0)
