@@ -113,7 +113,9 @@ def choose_policy(text: str) -> tuple[Policy, str]:
 
 
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-AUTO_KV_BYTES = 512 * 2**20  # what `auto` takes on a CPU, or one request at full length where that is more
+AUTO_KV_BYTES = (
+    512 * 2**20
+)  # what `auto` takes of any device, or one request at full length where that is more
 
 
 def kv_pages(text: str, bytes_a_page: int, pages_for_all: int, pages_for_one: int, device_bytes: int) -> int:
