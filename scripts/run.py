@@ -22,7 +22,7 @@ from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 STAMP = "jaxinfer.json"
-TEST_EXTRAS = ("hub", "test")
+TEST_EXTRAS = ("bench", "hub", "plots", "serve", "test")
 TEST_MODELS = ("smollm2-135m", "gemma3-270m")
 
 

@@ -28,29 +28,36 @@ FLOORS = {
     "engine": 6,
     **dict.fromkeys(("server", "build"), 7),
     "llm": 8,  # the Python door: it has build assemble its engine
-    "": 9,  # the package itself: what it exports
-    "cli": 10,
-    "__main__": 11,
+    "bench": 9,  # load for our engine or for any endpoint
+    "": 10,  # the package itself: what it exports
+    "cli": 11,
+    "__main__": 12,
 }
-HOST_ROOMS = ("config", "text", "schedule", "hardware")
+HOST_ROOMS = ("config", "text", "schedule", "hardware", "server", "bench")
 DEVICE_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax")
 # The only modules (with all that is in them) that may import a library.
 DOORS = {
     "absl": "cli",
+    "fastapi": "server",
     "gguf": "weights.gguf",
+    "httpx": "bench",
     "huggingface_hub": "weights",
     "jinja2": "text",
+    "matplotlib": "bench",
     "orbax": "weights.store",
+    "prometheus_client": "server",
     "safetensors": "weights",
     "sentencepiece": "text",
+    "starlette": "server",
     "tokenizers": "text",
+    "uvicorn": "server",
 }
 FILE_LINES, KERNEL_FILE_LINES = 400, 600
 FUNCTION_LINES, KERNEL_FUNCTION_LINES = 60, 150
 ARGUMENTS = 10
 FIELDS = 12
 # Records as wide as what they describe: a model, a run, and vLLM's sampling fields under vLLM's names.
-WIDE_RECORDS = {"ModelConfig": 16, "RunConfig": 16, "SamplingParams": 36}
+WIDE_RECORDS = {"ModelConfig": 16, "RunConfig": 26, "SamplingParams": 36}
 NARROW_DTYPE = re.compile(r"bfloat16|float16|float8\w*|float4\w*|half|bf16|f16|fp16")
 
 Modules = Mapping[str, ast.Module]
