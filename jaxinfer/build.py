@@ -47,7 +47,7 @@ class RunConfig:
       stack_size: layers a scan, 0 chooses by backend.
       prefill_buckets: ``(rows, tokens a row)`` shapes; empty chooses from ``max_num_batched_tokens``.
       draws: what requests may ask for: ``greedy`` (the likeliest token, nothing else), ``sample`` (anything),
-        ``score`` (prompt_logprobs); each takes a second to compile.
+        ``score`` (prompt_logprobs), each of which takes a second to compile, and ``embed`` (pooling), which is cheap.
       compile_cache: keep executables between runs: in jaxinfer's cache folder, in a folder of this name, or False.
     """
 

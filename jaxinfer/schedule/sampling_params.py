@@ -26,7 +26,8 @@ from jaxinfer.schedule.param_checks import (
 from jaxinfer.schedule.param_names import refuse_name, translate
 
 MAX_LOGPROBS = 20
-DRAWS = ("greedy", "sample", "score")  # the likeliest token and nothing else; anything; prompt_logprobs
+# What requests may ask for: the likeliest token and nothing else; anything; prompt_logprobs; pooling.
+DRAWS = ("greedy", "sample", "score", "embed")
 GREEDY_BELOW = 1e-5  # vLLM's: a temperature under this is 0, so that logits / temperature stays finite
 
 _CHECKS: dict[str, Check] = {

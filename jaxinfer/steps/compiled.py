@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from jaxinfer.model.decoder import Static
 from jaxinfer.schedule.sampling_params import DRAWS
+from jaxinfer.steps.embed import embed_prompt
 from jaxinfer.steps.keep import ExecutableStore, devices_of, key_of
 from jaxinfer.steps.slots import install_row
 from jaxinfer.steps.steps import (
@@ -152,6 +153,10 @@ class StepTable:
         """``(params, x, prefill_rows)``: see `score_prompt`."""
         return self._get(_score_name(shape))
 
+    def embed(self, shape: Shape) -> Callable[..., Any]:
+        """``(x, prefill_rows)``: see `embed_prompt`."""
+        return self._get(_embed_name(shape))
+
     @property
     def install(self) -> Callable[..., Any]:
         """``(slots, slot, row)``: see `install_row`."""
@@ -179,6 +184,10 @@ class StepTable:
         if "score" in draws:
             wanted |= {
                 _score_name(shape): partial(self._lower_score, shape) for shape in single if shape.prefill[0]
+            }
+        if "embed" in draws:
+            wanted |= {
+                _embed_name(shape): partial(self._lower_embed, shape) for shape in single if shape.prefill[0]
             }
         return wanted | {"install": self._lower_install}
 
@@ -208,8 +217,16 @@ class StepTable:
         def run(params: Any, x: jax.Array, rows: PrefillRows) -> Any:
             return score_prompt(params, x, rows, static, width, vocab_size)
 
-        x = jax.ShapeDtypeStruct((*shape.prefill, static.cfg.d_model), static.policy.compute_dtype)
-        return jax.jit(run).lower(params, x, _prefill_rows(shape))
+        return jax.jit(run).lower(params, self._stream(shape), _prefill_rows(shape))
+
+    def _lower_embed(self, shape: Shape) -> Any:
+        return jax.jit(embed_prompt).lower(self._stream(shape), _prefill_rows(shape))
+
+    def _stream(self, shape: Shape) -> jax.ShapeDtypeStruct:
+        """``[b, T, D]``: the normed stream of the prefill rows."""
+        return jax.ShapeDtypeStruct(
+            (*shape.prefill, self.static.cfg.d_model), self.static.policy.compute_dtype
+        )
 
     def _lower_install(self) -> Any:
         slots = self._state[2]
@@ -239,6 +256,10 @@ def count_compilations(into: list[str] | None = None) -> Iterator[list[str]]:
 
 def _score_name(shape: Shape) -> str:
     return "score {}x{} over {} pages".format(*shape.prefill, shape.width)
+
+
+def _embed_name(shape: Shape) -> str:
+    return "embed {}x{} over {} pages".format(*shape.prefill, shape.width)
 
 
 def _prefill_rows(shape: Shape) -> PrefillRows:
