@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxinfer.schedule.request import Pooling
 from jaxinfer.schedule.sampling_params import SamplingParams
 
 
@@ -24,6 +25,7 @@ class Admission:
       nothing but length ends it). prompt_len: tokens of the prompt; a position at or beyond it is output, also
       when a preempted request computes its own output anew. choice: index among the ``n`` of one prompt.
       seed: drawn once for the request when ``params.seed`` is None, so it survives preemption.
+      pooling: see `RequestSpec`.
     """
 
     slot: int
@@ -33,6 +35,7 @@ class Admission:
     prompt_len: int
     choice: int
     seed: int
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ class DecodeRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step: admissions first, then decode rows and prefill pieces together.
+    """One step: copies of pages, admissions, then decode rows and prefill pieces together.
 
     Attributes:
       step: counts plans from 0; they are committed in this order.
@@ -85,6 +88,8 @@ class Plan:
       page_table: int32 ``[max_num_seqs, max_pages]``, row = slot, entry i = page of positions ``i*Z .. i*Z+Z-1``,
         ``num_pages`` (out of range) where there is none. It is the scheduler's own array: copy the rows that
         are wanted before the next `Scheduler.schedule`.
+      saves: ``(page, host slot)`` copies to the host's memory, before anything else.
+      loads: ``(host slot, page)`` copies back, after the saves.
     """
 
     step: int
@@ -93,6 +98,8 @@ class Plan:
     prefill: tuple[PrefillPiece, ...]
     num_decode_steps: int
     page_table: np.ndarray
+    saves: tuple[tuple[int, int], ...] = ()
+    loads: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_result_rows(self) -> int:

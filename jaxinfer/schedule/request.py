@@ -7,11 +7,41 @@ from typing import Literal
 
 from jaxinfer.schedule.sampling_params import SamplingParams
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
+
+Pooling = Literal["last", "mean"]
 
 
 class RequestRefused(ValueError):
     """A request that is refused at the door, with the reason in words."""
+
+
+class QueueFull(RequestRefused):
+    """A request that comes while as many wait as may.
+
+    Attributes:
+      retry_after: seconds after which a place is likely.
+    """
+
+    def __init__(self, words: str, retry_after: float):
+        super().__init__(words)
+        self.retry_after = retry_after
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixReport:
+    """What the prefix cache did for a request when it first ran.
+
+    Attributes:
+      num_prompt: tokens of its prompt. num_cached: of these, found.
+      first_missing: index of the first full page that was looked for and not found, None when all were.
+      reason: why not more, in words.
+    """
+
+    num_prompt: int
+    num_cached: int
+    first_missing: int | None
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +54,8 @@ class RequestSpec:
       max_new_tokens: most tokens to generate, at least 1, context length considered.
       choice: index among the ``n``. seed: never None here. priority: lower is more important.
       arrival: seconds on the engine's clock.
+      cache_salt: its prefix is shared only with requests of the same salt.
+      pooling: which hidden state of the prompt is wanted, the last or the mean; None wants tokens.
     """
 
     request_id: str
@@ -35,11 +67,28 @@ class RequestSpec:
     seed: int = 0
     priority: int = 0
     arrival: float = 0.0
+    cache_salt: str | None = None
+    pooling: Pooling | None = None
 
     @property
     def num_positions(self) -> int:
         """Most tokens whose KV is ever written: the last token generated is never fed back."""
         return len(self.prompt) + self.max_new_tokens - 1
+
+
+@dataclass(slots=True)
+class PrefixState:
+    """How a request stands with the prefix cache.
+
+    Attributes:
+      keys: of its full pages, as far as they were needed (`prefix.page_key`).
+      num_registered: full pages that are entered, or need not be.
+      report: what was found when it first ran, None before.
+    """
+
+    keys: list[bytes] = field(default_factory=list)
+    num_registered: int = 0
+    report: PrefixReport | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +103,7 @@ class Request:
       num_inflight: tokens that those plans sample and that are not committed yet.
       num_prefill: known tokens to write before decoding: prompt, and output so far after a preemption.
       stop_reason: the stop string or stop token id that ended it, None for an end token of the model.
-      order: rank of arrival.
+      rank: sort key of importance, for life, the number of its arrival last; the highest is preempted first.
     """
 
     spec: RequestSpec
@@ -66,12 +115,13 @@ class Request:
     num_prefill: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    order: int = -1
+    rank: tuple[float, int] = (0.0, -1)
+    prefix: PrefixState = field(default_factory=PrefixState)
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Sort key of importance: the highest is preempted first."""
-        return (self.spec.priority, self.order)
+    def needs_every_position(self) -> bool:
+        """Whether every position must be computed, so that nothing may come from the prefix cache."""
+        return self.spec.params.prompt_logprobs is not None or self.spec.pooling == "mean"
 
     @property
     def num_known(self) -> int:

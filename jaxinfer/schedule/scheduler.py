@@ -10,48 +10,21 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxinfer.schedule.limits import SchedulerConfig
 from jaxinfer.schedule.pages import PagePool
 from jaxinfer.schedule.plan import Admission, DecodeRow, Plan, PrefillPiece
+from jaxinfer.schedule.policies import POLICIES, Moment
+from jaxinfer.schedule.prefix import Match, PrefixCache
 from jaxinfer.schedule.request import FinishReason, Request, RequestRefused, RequestSpec
 
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """Limits of a step.
-
-    Attributes:
-      max_num_seqs: R, slots. max_len: longest prompt plus output in tokens.
-      max_num_batched_tokens: most tokens a step, decode rows first, prefill in what is left.
-      prefill_chunk: most tokens of one prefill piece, None for no limit but the step's.
-      max_prefill_pieces: most pieces a step, None for no limit.
-      num_decode_steps: tokens that decode rows make without return to the host when nothing else is to be done.
-    """
-
-    max_num_seqs: int
-    max_len: int
-    max_num_batched_tokens: int
-    prefill_chunk: int | None = None
-    max_prefill_pieces: int | None = None
-    num_decode_steps: int = 1
-
-    def __post_init__(self):
-        for name, value in vars(self).items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.max_num_batched_tokens <= self.max_num_seqs and self.max_num_seqs > 1:
-            # A step full of decode rows would leave nothing for a prefill, for as long as those rows run.
-            raise ValueError(
-                f"max_num_batched_tokens must exceed max_num_seqs ({self.max_num_seqs}), "
-                f"got {self.max_num_batched_tokens}"
-            )
+MOST_PASSED = 64  # requests that wait for a prefix on its way, beyond which a step looks no further
 
 
 class Update(NamedTuple):
@@ -63,19 +36,26 @@ class Update(NamedTuple):
 
 
 class Scheduler:
-    """By priority, then first come, first served, over ``max_num_seqs`` slots and one page pool; not thread-safe.
+    """Rows over ``max_num_seqs`` slots and one page pool, admitted by a policy; not thread-safe.
 
     Args:
-      config: limits of a step.
+      config: limits of a step, and the policy.
       pool: the pages, all free.
+      prefix: the prefix cache over that pool, None for none.
+
+    Attributes:
+      waiting, running: requests, the most important first (`Request.rank`).
+      preemptions: rows that gave way, by what became of their pages: ``recompute`` or ``swap``.
     """
 
-    def __init__(self, config: SchedulerConfig, pool: PagePool):
+    def __init__(self, config: SchedulerConfig, pool: PagePool, prefix: PrefixCache | None = None):
         self.config = config
         self.pool = pool
-        self.waiting: deque[Request] = deque()  # most important first, see Request.rank
-        self.running: list[Request] = []  # so too
-        self.num_preemptions = 0
+        self.prefix = prefix or PrefixCache(pool, enabled=False)
+        self.policy = POLICIES[config.scheduling_policy]
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.preemptions: Counter[str] = Counter()
         self._live: dict[str, Request] = {}
         self._free_slots = list(range(config.max_num_seqs))  # a heap: low slots first
         shape = (config.max_num_seqs, pool.pages_for(config.max_len))
@@ -90,6 +70,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a request is waiting or running, or a plan awaits its commit."""
         return bool(self._live or self._planned)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Rows that gave way so far."""
+        return self.preemptions.total()
 
     def check(self, spec: RequestSpec) -> None:
         """Refuses a request that could never run; reads limits only, so any thread may ask.
@@ -111,6 +96,11 @@ class Scheduler:
                 f"prompt and output of up to {spec.num_positions} cached tokens need {needed} pages, the pool "
                 f"has {self.pool.num_pages}; lower max_tokens, shorten the prompt or give the cache more memory"
             )
+        if spec.priority and self.config.scheduling_policy != "priority":
+            raise RequestRefused(
+                f"priority: got {spec.priority}, but this run's scheduling_policy is "
+                f"{self.config.scheduling_policy}, which knows none; leave it out or run with priority"
+            )
 
     def add(self, spec: RequestSpec) -> Request:
         """Puts a request in the queue, after those that are as important.
@@ -121,30 +111,51 @@ class Scheduler:
         self.check(spec)
         if spec.request_id in self._live:
             raise RequestRefused(f"request_id {spec.request_id!r} is in use")
-        request = Request(spec, order=self._num_added)
+        rank = self.policy.rank(spec, self.config.ageing), self._num_added
+        request = Request(spec, rank=rank)
         self._num_added += 1
         self._live[spec.request_id] = request
         insort(self.waiting, request, key=_rank)
         return request
 
-    def schedule(self) -> Plan | None:
+    def schedule(self, now: float = 0.0) -> Plan | None:
         """Makes the next plan.
+
+        Args:
+          now: seconds on the engine's clock.
 
         Returns:
           The plan, which must be run and committed after those before it, or None when nothing can run
-          before a commit.
+          before a commit, or before `next_time`.
         """
-        num_steps = self._choose_num_steps()
+        candidates = self._candidates(now)
+        num_steps = self._choose_num_steps(candidates)
         decode, pieces, sampled = self._plan_running(num_steps)
-        admitted = self._admit(len(decode), pieces, sampled) if num_steps == 1 else []
+        admitted = self._admit(candidates, len(decode), pieces, sampled) if num_steps == 1 else []
         if not decode and not pieces:
             return None
+        for request in self.running:
+            self.prefix.register(request)  # from here on, for later plans
+        saves, loads = self.prefix.host.take_orders()
         plan = Plan(
-            self._num_plans, tuple(admitted), tuple(decode), tuple(pieces), num_steps, self._page_table
+            self._num_plans,
+            tuple(admitted),
+            tuple(decode),
+            tuple(pieces),
+            num_steps,
+            self._page_table,
+            saves,
+            loads,
         )
         self._num_plans += 1
         self._planned.append((plan.step, sampled))
         return plan
+
+    def next_time(self) -> float | None:
+        """Returns when to ask again if `schedule` gave None and nothing is in flight: when the next ferry leaves."""
+        if self.config.scheduling_policy != "ferry" or not self.waiting:
+            return None
+        return self.waiting[0].spec.arrival + self.config.window
 
     def commit(self, plan: Plan, tokens: Sequence[list[int]]) -> list[Update]:
         """Takes the sampled ids of the oldest plan that is not committed.
@@ -181,6 +192,7 @@ class Scheduler:
           RuntimeError: with what disagrees.
         """
         self.pool.check_conserved(request.pages for request in self.running)
+        self.prefix.check_invariants()
         slots = sorted([request.slot for request in self.running] + self._free_slots)
         if slots != list(range(self.config.max_num_seqs)):
             raise RuntimeError(f"slots held and free are {slots}")
@@ -190,10 +202,25 @@ class Scheduler:
         if not np.array_equal(table, self._page_table):
             raise RuntimeError(f"page table {self._page_table} should be {table}")
 
-    def _choose_num_steps(self) -> int:
+    def _candidates(self, now: float) -> Sequence[Request]:
+        """Who is offered a row, in order; nobody when there is none."""
+        if not self.waiting or not self._free_slots:
+            return ()
+        config = self.config
+        moment = Moment(
+            now,
+            len(self.running),
+            config.max_num_seqs,
+            config.ageing,
+            config.window,
+            self.prefix.cached_tokens,
+        )
+        return self.policy.order(self.waiting, moment)
+
+    def _choose_num_steps(self, candidates: Sequence[Request]) -> int:
         """Several tokens a row only when no prefill wants the device, all rows have them left and pages are free."""
         num_steps = self.config.num_decode_steps
-        if num_steps == 1 or (self.waiting and self._fits(self.waiting[0], self._spare_pages())):
+        if num_steps == 1 or (candidates and self._fits(candidates[0], self._spare_pages())):
             return 1
         num_pages = 0
         for request in self.running:
@@ -230,30 +257,62 @@ class Scheduler:
     def _prefill_budget(self, num_decode: int, pieces: list[PrefillPiece]) -> int:
         if self.config.max_prefill_pieces is not None and len(pieces) >= self.config.max_prefill_pieces:
             return 0
-        return self.config.max_num_batched_tokens - num_decode - sum(len(piece.tokens) for piece in pieces)
+        planned = sum(len(piece.tokens) for piece in pieces)
+        budget = self.config.max_num_batched_tokens - num_decode - planned
+        if num_decode and self.config.mixed_prefill_tokens is not None:
+            budget = min(budget, self.config.mixed_prefill_tokens - planned)
+        return budget
 
-    def _admit(self, num_decode: int, pieces: list[PrefillPiece], sampled: list[Request]) -> list[Admission]:
-        """Gives slots to the head of the queue while slots, pages and the step's budget last."""
+    def _admit(
+        self,
+        candidates: Sequence[Request],
+        num_decode: int,
+        pieces: list[PrefillPiece],
+        sampled: list[Request],
+    ) -> list[Admission]:
+        """Gives slots to candidates while slots, pages and the step's budget last."""
         admitted: list[Admission] = []
         budget = self._prefill_budget(num_decode, pieces)
-        spare = self._spare_pages() if budget > 0 and self.waiting and self._free_slots else 0
-        while budget > 0 and self.waiting and self._fits(self.waiting[0], spare):
-            request = self.waiting.popleft()
-            request.slot = heapq.heappop(self._free_slots)
-            request.num_prefill = request.num_known
-            insort(self.running, request, key=_rank)
-            spare -= self._pages_ahead(request)
-            if self._add_piece(request, budget, pieces):
+        if not candidates or (budget <= 0 and not self.policy.whole):
+            return admitted
+        spare = self._spare_pages()
+        passed = 0
+        for request in tuple(candidates):
+            match = self.prefix.match(request)
+            if not self.policy.whole and self.prefix.is_coming(request, match):
+                passed += 1  # those behind it may go first, for it waits of its own will
+                if passed == MOST_PASSED:
+                    break
+                continue
+            if not self._fits(request, spare, match):
+                break
+            free = self.pool.num_free
+            self._seat(request, match)
+            spare -= free - self.pool.num_free + self._pages_ahead(request)
+            if budget > 0 and self._add_piece(request, budget, pieces):
                 sampled.append(request)
             admitted.append(_admission(request))
             budget = self._prefill_budget(num_decode, pieces)
+            if not self._free_slots or (budget <= 0 and not self.policy.whole):
+                break
         return admitted
 
-    def _fits(self, request: Request, spare: int) -> bool:
+    def _seat(self, request: Request, match: Match) -> None:
+        """Moves a request from the queue to a slot, with the pages that the prefix cache has of it."""
+        self.waiting.remove(request)
+        request.slot = heapq.heappop(self._free_slots)
+        request.num_prefill = request.num_known
+        self.prefix.take(request, match)
+        self._page_table[request.slot, : len(request.pages)] = request.pages
+        insort(self.running, request, key=_rank)
+
+    def _fits(self, request: Request, spare: int, match: Match | None = None) -> bool:
         """Whether a waiting request may start: a slot, its tokens known, and pages for them and the next one."""
         if not self._free_slots or request.num_inflight:
             return False
-        return self.pool.pages_for(min(request.num_known + 1, request.spec.num_positions)) <= spare
+        match = match or self.prefix.match(request)
+        needed = self.pool.pages_for(min(request.num_known + 1, request.spec.num_positions))
+        return needed - match.num_held <= spare
 
     def _spare_pages(self) -> int:
         """Free pages beyond what the running rows will soon want, see `_pages_ahead`."""
@@ -298,26 +357,28 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Sends a row back to its place in the queue; its tokens in flight still count when they come."""
-        self.num_preemptions += 1
-        self._leave(request)
+        swapped = self.config.preemption_mode == "swap" and self.prefix.save(request)
+        self.preemptions["swap" if swapped else "recompute"] += 1
+        self._leave(request, ended=False)
         insort(self.waiting, request, key=_rank)
 
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: Request, *, ended: bool) -> None:
         """Takes slot and pages from a running row."""
         self.running.remove(request)
-        self.pool.release(request.pages)
         self._page_table[request.slot, : len(request.pages)] = self.pool.num_pages
         heapq.heappush(self._free_slots, request.slot)
-        request.pages = []
+        self.prefix.leave(request, ended=ended)
         request.slot, request.num_written = -1, 0
 
     def _drop(self, request: Request) -> None:
         """Forgets a request that ended, running or waiting."""
         del self._live[request.spec.request_id]
         if request.slot >= 0:
-            self._leave(request)
+            self.prefix.register(request)  # the next turn of a conversation begins with this one
+            self._leave(request, ended=True)
         else:
             self.waiting.remove(request)
+            self.prefix.end(request)
 
 
 _rank = attrgetter("rank")
@@ -326,5 +387,12 @@ _rank = attrgetter("rank")
 def _admission(request: Request) -> Admission:
     spec = request.spec
     return Admission(
-        request.slot, spec.request_id, spec.params, spec.stop_ids, len(spec.prompt), spec.choice, spec.seed
+        request.slot,
+        spec.request_id,
+        spec.params,
+        spec.stop_ids,
+        len(spec.prompt),
+        spec.choice,
+        spec.seed,
+        spec.pooling,
     )

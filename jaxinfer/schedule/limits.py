@@ -1,0 +1,64 @@
+"""Limits of the scheduler: what a step may hold, and how it chooses."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxinfer.schedule.policies import POLICIES
+
+PreemptionMode = Literal["recompute", "swap"]
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of a step, and the policy.
+
+    Attributes:
+      max_num_seqs: R, slots. max_len: longest prompt plus output in tokens.
+      max_num_batched_tokens: most tokens a step, decode rows first, prefill in what is left.
+      prefill_chunk: most tokens of one prefill piece, None for no limit but the step's.
+      mixed_prefill_tokens: most tokens of prefill in a step that decodes too, so that streams do not stall; None for
+        no limit but the step's.
+      max_prefill_pieces: most pieces a step, None for no limit.
+      num_decode_steps: tokens that decode rows make without return to the host when nothing else is to be done.
+      scheduling_policy: of `POLICIES`. ageing: seconds of waiting that weigh as much as a level of priority.
+      window: seconds between two ferries.
+      max_num_waiting: most sequences that wait, None for no limit.
+      preemption_mode: what becomes of the pages of a row that gives way: computed anew, or swapped to the host.
+    """
+
+    max_num_seqs: int
+    max_len: int
+    max_num_batched_tokens: int
+    prefill_chunk: int | None = None
+    mixed_prefill_tokens: int | None = None
+    max_prefill_pieces: int | None = None
+    num_decode_steps: int = 1
+    scheduling_policy: str = "priority"
+    ageing: float = 60.0
+    window: float = 0.05
+    max_num_waiting: int | None = None
+    preemption_mode: PreemptionMode = "recompute"
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if isinstance(value, int) and value < (0 if name == "max_num_waiting" else 1):
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.max_num_batched_tokens <= self.max_num_seqs and self.max_num_seqs > 1:
+            # A step full of decode rows would leave nothing for a prefill, for as long as those rows run.
+            raise ValueError(
+                f"max_num_batched_tokens must exceed max_num_seqs ({self.max_num_seqs}), "
+                f"got {self.max_num_batched_tokens}"
+            )
+        if self.scheduling_policy not in POLICIES:
+            raise ValueError(
+                f"scheduling_policy: got {self.scheduling_policy!r}, there are {', '.join(POLICIES)}"
+            )
+        for name, least in (("ageing", math.ulp(0)), ("window", 0.0)):
+            if not least <= getattr(self, name) < math.inf:
+                above = "above 0" if least else "at least 0"
+                raise ValueError(f"{name}: got {getattr(self, name)}, must be {above} and finite, in seconds")
+        if self.preemption_mode not in ("recompute", "swap"):
+            raise ValueError(f"preemption_mode: got {self.preemption_mode!r}, there are recompute and swap")
