@@ -25,7 +25,7 @@ FLOORS = {
     "kernels": 3,
     "model": 4,
     **dict.fromkeys(("steps", "weights"), 5),
-    "engine": 6,
+    **dict.fromkeys(("engine", "run_config"), 6),
     **dict.fromkeys(("server", "build"), 7),
     "llm": 8,  # the Python door: it has build assemble its engine
     "bench": 9,  # load for our engine or for any endpoint
@@ -46,12 +46,15 @@ DOORS = {
     "matplotlib": "bench",
     "orbax": "weights.store",
     "prometheus_client": "server",
+    "pydantic": "server",
     "safetensors": "weights",
     "sentencepiece": "text",
     "starlette": "server",
     "tokenizers": "text",
     "uvicorn": "server",
 }
+# Rooms that are imported where their extra is installed: what it names they may import at once.
+ROOM_EXTRAS = {"server": "serve"}
 FILE_LINES, KERNEL_FILE_LINES = 400, 600
 FUNCTION_LINES, KERNEL_FUNCTION_LINES = 60, 150
 ARGUMENTS = 10
@@ -278,7 +281,8 @@ def check_requirements(modules: Modules) -> list[str]:
         return {re.split(r"[\[<>=!~; ]", line)[0].lower().replace("_", "-") for line in requirements}
 
     base = names(project["dependencies"])
-    extras = names([line for lines in project["optional-dependencies"].values() for line in lines])
+    optional = project["optional-dependencies"]
+    extras = names([line for lines in optional.values() for line in lines])
     distributions = installed_distributions()
     wrong = []
     for name in modules:
@@ -286,7 +290,8 @@ def check_requirements(modules: Modules) -> list[str]:
             top = target.split(".")[0]
             if top in sys.stdlib_module_names or top == "jaxinfer":
                 continue
-            asked = base if at_once else base | extras
+            own = names(optional.get(ROOM_EXTRAS.get(room_of(name), ""), []))
+            asked = base | own if at_once else base | extras
             if not asked & {dist.lower().replace("_", "-") for dist in distributions.get(top, [top])}:
                 wrong.append(f"{name}:{line} imports {top}, which pyproject.toml does not install")
     return wrong
@@ -347,6 +352,7 @@ BAD_HOUSES = {
     "method docstring": (check_docstrings, {"j.a": "'''A.'''\nclass C:\n  '''C.'''\n  def f(self): ..."}),
     "undeclared": (check_requirements, {"jaxinfer.a": "import torch"}),
     "extra at once": (check_requirements, {"jaxinfer.a": "import huggingface_hub"}),
+    "another's extra at once": (check_requirements, {"jaxinfer.server.a": "import huggingface_hub"}),
 }
 
 
@@ -370,6 +376,7 @@ GOOD_HOUSES = {
         {"jaxinfer.model.a": "'''bfloat16 is told of.'''\nx = jnp.float32, jnp.int8, bool"},
     ),
     "private": (check_docstrings, {"j.a": "'''A.'''\ndef _f(): ...", "j": ""}),
+    "room's extra": (check_requirements, {"jaxinfer.server.a": "import fastapi, pydantic"}),
     "extra, later": (
         check_requirements,
         {"jaxinfer.a": "def f():\n  import huggingface_hub, os, orbax.checkpoint"},

@@ -1,0 +1,69 @@
+"""The application: endpoints, gate, errors."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+
+from jaxinfer.server import chat, completions, others
+from jaxinfer.server.errors import install
+from jaxinfer.server.gate import Gate
+from jaxinfer.server.service import Service
+
+ABOUT = (
+    "OpenAI's API over a JAX engine, with vLLM's further fields of sampling. What is not supported is refused "
+    "with its name; nothing is silently ignored."
+)
+ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+ERRORS = {
+    400: "a field or the body is wrong, named in `param`",
+    401: "no API key, or a wrong one",
+    404: "no such model",
+    408: "the request's time was up before its first token",
+    413: "the body is too long",
+    415: "the body is not application/json",
+    503: "too many wait, or the server is shutting down; see Retry-After",
+}
+
+
+def make_app(service: Service) -> FastAPI:
+    """Returns the application over a service."""
+    described: dict[int | str, dict[str, Any]] = {
+        status: {"description": says, "content": {"application/json": {"schema": ERROR_SCHEMA}}}
+        for status, says in ERRORS.items()
+    }
+    app = FastAPI(
+        title="jaxinfer", version=version("jaxinfer"), description=ABOUT, redoc_url=None, responses=described
+    )
+    app.state.service = service
+    for room in (completions, chat, others):
+        app.include_router(room.router)
+    install(app)
+    app.add_middleware(Gate, service=service)
+    if service.config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(service.config.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id"],
+        )
+    return app

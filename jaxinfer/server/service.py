@@ -1,0 +1,224 @@
+"""What every endpoint leans on: the engine, names of requests, prompts as ids, sampling settings with defaults."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from fastapi import Request
+
+from jaxinfer.config import GenerationDefaults
+from jaxinfer.engine.aio import AsyncEngine
+from jaxinfer.engine.engine import Engine
+from jaxinfer.schedule.sampling_params import SamplingParams
+from jaxinfer.server.config import ServerConfig
+from jaxinfer.server.errors import ApiError, to_api_error
+from jaxinfer.server.protocol import ChatFields, Prompts, RequestFields, SamplingFields
+from jaxinfer.text import Tokenizer, encode_chat
+
+T = TypeVar("T")
+# Characters that are encoded on the event loop: a millisecond. Longer texts go to a thread.
+LONG_TEXT = 4096
+ENCODE_THREADS = 2
+
+
+class Service:
+    """An engine as the endpoints see it.
+
+    Args:
+      engine: runs the requests. config: of the server.
+      defaults: the model's own sampling defaults. family: the model's, for its form of tool calls.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        config: ServerConfig,
+        defaults: GenerationDefaults | None = None,
+        family: str = "",
+    ):
+        self.async_engine = engine
+        self.config = config
+        self.defaults = (defaults or GenerationDefaults()).sampling
+        self.family = family
+        self.draining = False
+        self.started = int(time.time())
+        self._threads = ThreadPoolExecutor(ENCODE_THREADS, "jaxinfer-encode")
+        self._live: set[str] = set()
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the requests."""
+        return self.async_engine.engine
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.engine.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and output together."""
+        return self.engine.scheduler.config.max_len
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request that comes now would run."""
+        return not self.draining and self.engine.failure is None
+
+    async def drain(self, seconds: float) -> None:
+        """Takes no more requests, and returns once none runs or, after ``seconds``, all that did were ended."""
+        self.draining = True
+        await self.async_engine.drain(seconds)
+
+    def check_model(self, name: str | None) -> str:
+        """Returns what answers call the model.
+
+        Raises:
+          ApiError: 404, a name that no model has.
+        """
+        names = self.config.model_names
+        if name is not None and name not in names:
+            message = f"model: got {name!r}, there is {', '.join(names)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return names[0] if name is None else name
+
+    @contextmanager
+    def named(self, kind: str, request: Request, given: str | None = None) -> Iterator[str]:
+        """Yields the name of a request, which holds as long as the context does.
+
+        Args:
+          kind: ``cmpl`` or the like, its beginning. request: its X-Request-Id is taken where it is free.
+          given: the name that the body gives.
+        """
+        name = f"{kind}-{given or request.state.request_id}"
+        if given is not None and name in self._live:
+            raise ApiError(400, f"request_id: {given!r} is that of a live request", param="request_id")
+        if name in self._live:
+            name = f"{name}-{secrets.token_hex(4)}"
+        self._live.add(name)
+        try:
+            yield name
+        finally:
+            self._live.discard(name)
+
+    def timeout_of(self, body: RequestFields) -> float | None:
+        """Returns the seconds that a request may take."""
+        return self.config.timeout if body.timeout is None else body.timeout
+
+    async def work(self, size: int, function: Callable[[], T]) -> T:
+        """Runs what takes as long as a text of ``size`` characters is long, off the event loop when it is."""
+        with refusals():
+            if size <= LONG_TEXT:
+                return function()
+            return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+    async def encode_prompts(self, given: Prompts, name: str, special: bool = True) -> list[list[int]]:
+        """Returns the ids of each prompt of a body.
+
+        Args:
+          given: see `Prompts`. name: of the field. special: whether texts get the BOS the model wants.
+
+        Raises:
+          ApiError: no prompt, or one that has no token.
+        """
+        if isinstance(given, list) and not given:
+            raise ApiError(400, f"{name}: got an empty list, must be at least one prompt", param=name)
+        prompts = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+        ids = []
+        for i, prompt in enumerate(prompts):
+            if isinstance(prompt, str):
+                text = prompt
+                prompt = await self.work(
+                    len(text), lambda text=text: self.tokenizer.encode(text, add_special_tokens=special)
+                )
+            if not prompt:
+                where = name if len(prompts) == 1 else f"{name}[{i}]"
+                message = f"{where}: got no tokens (this tokenizer adds none of its own), give at least one"
+                raise ApiError(400, message, param=name, code="empty_prompt")
+            ids.append(prompt)
+        return ids
+
+    async def encode_chat(self, body: ChatFields) -> list[int]:
+        """Returns the ids of a conversation.
+
+        Raises:
+          ApiError: the model has no template, or the template refuses the messages.
+        """
+        messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        if "developer" not in (self.tokenizer.chat_template or ""):
+            # OpenAI's later name of it; templates that do not know it would drop the message or fail.
+            messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+        size = sum(len(str(message.get("content", ""))) for message in messages)
+
+        def run() -> list[int]:
+            return encode_chat(
+                self.tokenizer,
+                messages,
+                tools=tools or None,
+                add_generation_prompt=body.add_generation_prompt is not False,
+                chat_template_kwargs=body.chat_template_kwargs,
+            )
+
+        try:
+            return await self.work(size, run)
+        except ApiError as error:
+            if error.param not in ("chat_template_kwargs", "tools"):
+                error.param = "messages"
+            raise
+
+    def sampling_params(self, body: SamplingFields, **changes: Any) -> SamplingParams:
+        """Returns what a body asks of sampling, with the model's defaults in what it leaves open.
+
+        Args:
+          body: of the request. changes: fields over the body's, by `SamplingParams`' names; None leaves one open,
+            but for max_tokens, whose None asks for as many as the context holds.
+
+        Raises:
+          ApiError: a value that cannot be served, named.
+        """
+        given = {name: getattr(body, name) for name in SamplingFields.model_fields}
+        given = {name: value for name, value in given.items() if value is not None} | changes
+        with refusals():
+            return SamplingParams.from_dict(given).with_defaults(self.defaults)
+
+    def check_choices(self, count: int, name: str) -> None:
+        """Refuses a request of too many choices."""
+        if count > self.config.max_choices:
+            message = f"{name}: asks for {count} choices in all, at most {self.config.max_choices} a request"
+            raise ApiError(400, message, param=name)
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Turns what the engine's doors raise into answers."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        raise to_api_error(error) from error
+
+
+def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """Returns the counts of a request as OpenAI's clients read them."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def chosen_first(rows: Sequence[T], score: Callable[[T], float], count: int) -> list[T]:
+    """Returns the ``count`` rows of the highest score, the earlier first on ties."""
+    return sorted(rows, key=score, reverse=True)[:count]
+
+
+def of_state(request: Request) -> Service:
+    """Returns the service of a request's application."""
+    return request.app.state.service
