@@ -1,0 +1,49 @@
+"""Models, tokens, health, and the API's description."""
+
+from __future__ import annotations
+
+from tests.server.conftest import Serve, Served, bad, good
+
+
+def test_the_model_is_listed_under_all_its_names(serve: Serve):
+    served = serve(config={"model_names": ("one", "org/two")})
+    models = good(served.http.get("/v1/models"))
+    assert [model["id"] for model in models["data"]] == ["one", "org/two"]
+    assert models["data"][0]["max_model_len"] == 1024
+    assert good(served.http.get("/v1/models/org/two"))["id"] == "org/two"
+    assert served.complete(model="org/two")["model"] == "org/two"
+    assert served.complete()["model"] == "one"
+
+
+def test_text_becomes_tokens_and_text_again(hello: Served):
+    body = good(hello.post("/tokenize", prompt="abc", return_token_strs=True))
+    assert body == {"count": 3, "max_model_len": 1024, "tokens": [97, 98, 99], "token_strs": ["a", "b", "c"]}
+    assert good(hello.post("/detokenize", tokens=[97, 98]))["prompt"] == "ab"
+    long = good(hello.post("/tokenize", prompt="x" * 100_000))
+    assert long["count"] == 100_000
+    messages = [{"role": "user", "content": "x"}]
+    assert good(hello.post("/tokenize", messages=messages))["count"] == len("u:x|a:")
+
+
+def test_tokens_that_are_none_are_refused(hello: Served):
+    bad(hello.post("/detokenize", tokens=[97, 1000]), 400, "tokens", "1000")
+    bad(hello.post("/detokenize", tokens=[-1]), 400, "tokens")
+    bad(hello.post("/detokenize", tokens=["a"]), 400, "tokens")
+    bad(hello.post("/tokenize"), 400, "prompt")
+    bad(hello.post("/tokenize", prompt="a", messages=[{"role": "user", "content": "x"}]), 400, "prompt")
+    bad(hello.post("/tokenize", prompt="a", add_generation_prompt=True), 400, "add_generation_prompt")
+
+
+def test_the_api_describes_itself(hello: Served):
+    schema = good(hello.http.get("/openapi.json"))
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/health"):
+        assert path in schema["paths"]
+    answers = schema["paths"]["/v1/completions"]["post"]["responses"]
+    assert {"200", "400", "413", "503"} <= answers.keys()
+    assert "422" not in answers
+    assert hello.http.get("/docs").status_code == 200
+
+
+def test_a_server_that_can_work_says_so(hello: Served):
+    assert good(hello.http.get("/health")) == {"status": "ok"}
+    assert good(hello.http.get("/ready")) == {"status": "ready"}
