@@ -18,9 +18,11 @@ from tqdm import tqdm
 from jaxinfer.build import RunConfig, Say, build_engine
 from jaxinfer.config import GenerationDefaults
 from jaxinfer.engine.aio import AsyncEngine
-from jaxinfer.engine.engine import Engine, Handle
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.handle import Handle
 from jaxinfer.engine.intake import Prompt, Prompts, read_prompts
 from jaxinfer.engine.outputs import Delta, RequestOutput
+from jaxinfer.schedule.request import Pooling
 from jaxinfer.schedule.sampling_params import SamplingParams
 from jaxinfer.text import Tokenizer, encode_chat
 from jaxinfer.weights.model import Model, open_model
@@ -313,6 +315,22 @@ class LLM(_Door):
 
         return run()
 
+    def embed(
+        self, prompts: Prompts, *, pooling: Pooling = "last", normalize: bool = True
+    ) -> list[list[float]]:
+        """Returns a vector a prompt, made of the model's final normed stream.
+
+        Args:
+          prompts: see `read_prompts`. pooling: the state at the ``last`` token, or the ``mean`` over the prompt.
+          normalize: scale each to length 1.
+
+        Raises:
+          ValueError: a prompt that can never run; none has run then.
+        """
+        handles = [self.engine.prepare(prompt, pooling=pooling) for prompt in read_prompts(prompts)]
+        self.engine.run(handles)
+        return [handle.embedding(normalize=normalize) for handle in handles]
+
     def score(self, text: str | Sequence[int]) -> Score:
         """Returns the log-probability of every token of a text, or of token ids as they are.
 
@@ -362,6 +380,13 @@ class AsyncLLM(_Door):
     async def generate(self, prompt: Prompts, sampling_params: SamplingParams | None = None) -> RequestOutput:
         """Completes one prompt; being cancelled ends the request."""
         return await self._async_engine.generate(self._one(prompt), self.fill_params(sampling_params))
+
+    async def embed(
+        self, prompt: Prompts, *, pooling: Pooling = "last", normalize: bool = True
+    ) -> list[float]:
+        """Returns the vector of one prompt, see `LLM.embed`; being cancelled ends the request."""
+        vector, _ = await self._async_engine.embed(self._one(prompt), pooling, normalize=normalize)
+        return vector
 
     def stream(self, prompt: Prompts, sampling_params: SamplingParams | None = None) -> AsyncIterator[Delta]:
         """Completes one prompt and yields what every step adds: ``async for delta in llm.stream(prompt)``."""

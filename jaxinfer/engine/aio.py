@@ -8,9 +8,11 @@ import threading
 from collections.abc import AsyncGenerator, Iterable
 from typing import Self
 
-from jaxinfer.engine.engine import Engine, EngineError, Handle
+from jaxinfer.engine.engine import Engine, EngineError
+from jaxinfer.engine.handle import Handle
 from jaxinfer.engine.intake import Prompt
 from jaxinfer.engine.outputs import Delta, RequestOutput
+from jaxinfer.schedule.request import Pooling
 from jaxinfer.schedule.sampling_params import SamplingParams
 
 
@@ -77,6 +79,31 @@ class AsyncEngine:
             async for _ in deltas:
                 pass
         return handle.output()
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        pooling: Pooling = "last",
+        *,
+        normalize: bool = True,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> tuple[list[float], int]:
+        """Returns a hidden state of one prompt and the prompt's tokens; being cancelled aborts it.
+
+        Args:
+          prompt, request_id, priority: see `Engine.submit`.
+          pooling: of the final normed stream, that at the ``last`` token or the ``mean``.
+          normalize: scale it to length 1.
+
+        Raises:
+          ValueError, EngineError: see `stream`. TimeoutError, RuntimeError: see `Handle.embedding`.
+        """
+        handle = self.engine.prepare(prompt, request_id=request_id, priority=priority, pooling=pooling)
+        async with contextlib.aclosing(self._follow(handle)) as deltas:
+            async for _ in deltas:
+                pass
+        return handle.embedding(normalize=normalize), len(handle.prompt_token_ids)
 
     async def _follow(self, handle: Handle) -> AsyncGenerator[Delta, None]:
         """Queues a handle and yields its deltas until it has finished."""

@@ -7,6 +7,7 @@ from itertools import chain
 import numpy as np
 
 from jaxinfer.engine.outputs import LOGPROB_FLOOR, CompletionOutput, Delta, Logprob, PositionLogprobs
+from jaxinfer.engine.pooled import Pooled
 from jaxinfer.engine.protocol import TokenLogprobs
 from jaxinfer.schedule.request import Request, RequestSpec
 from jaxinfer.text import StopMatcher, StreamDecoder, Tokenizer
@@ -29,6 +30,7 @@ class Choice:
         self.prompt_logprobs: list[PositionLogprobs | None] | None = (
             None if params.prompt_logprobs is None else [None for _ in spec.prompt]
         )
+        self.pooled = None if spec.pooling is None else Pooled(spec.pooling, len(spec.prompt))
         self.error: str | None = None
         self.matched_stop: str | None = None
         self._tokenizer = tokenizer

@@ -9,13 +9,15 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
 
 from jaxinfer.engine.choice import Choice
+from jaxinfer.engine.handle import Handle
 from jaxinfer.engine.intake import Prompt, bind_params, check_draws, make_specs, read_prompt
 from jaxinfer.engine.interrupts import hold_interrupts
-from jaxinfer.engine.metrics import EngineMetrics, RequestMetrics
+from jaxinfer.engine.metrics import EngineMetrics
 from jaxinfer.engine.outputs import Delta, PositionLogprobs, RequestOutput
+from jaxinfer.engine.pooled import PARAMS as POOLING_PARAMS
 from jaxinfer.engine.protocol import Runner, StepResult
 from jaxinfer.schedule.plan import Plan
-from jaxinfer.schedule.request import RequestRefused, RequestSpec
+from jaxinfer.schedule.request import Pooling, RequestRefused
 from jaxinfer.schedule.sampling_params import DRAWS, SamplingParams
 from jaxinfer.schedule.scheduler import Scheduler, Update
 from jaxinfer.text import Tokenizer
@@ -25,60 +27,6 @@ _log = logging.getLogger(__name__)
 
 class EngineError(RuntimeError):
     """The loop itself failed: requests in flight ended with ``error``, and the engine takes no more."""
-
-
-class Handle:
-    """A submitted request: what came of it so far.
-
-    Attributes:
-      request_id: its name. prompt: text, None when ids were given. prompt_token_ids: ids that run.
-      choices: one for each of ``n``. stream: whether deltas are kept.
-      deltas: what steps added, oldest first; the reader takes them out (from any thread).
-    """
-
-    def __init__(
-        self,
-        request_id: str,
-        prompt: str | None,
-        specs: list[RequestSpec],
-        tokenizer: Tokenizer,
-        *,
-        stream: bool,
-    ):
-        self.request_id = request_id
-        self.prompt = prompt
-        self.prompt_token_ids = specs[0].prompt
-        self.choices = [Choice(spec, tokenizer, eager=stream) for spec in specs]
-        self.stream = stream
-        self.deltas: deque[Delta] = deque()
-        self.arrival = specs[0].arrival
-        self.first_scheduled: float | None = None
-        self.finished_at: float | None = None
-
-    @property
-    def finished(self) -> bool:
-        """Whether every choice ended, and every delta is there."""
-        return self.finished_at is not None
-
-    def metrics(self) -> RequestMetrics:
-        """Returns the times so far."""
-        times = tuple(tuple(choice.times) for choice in self.choices)
-        ends = [(one[0], one[-1]) for one in times if one]
-        first, last = (min(e[0] for e in ends), max(e[1] for e in ends)) if ends else (None, None)
-        return RequestMetrics(self.arrival, self.first_scheduled, first, last, self.finished_at, times)
-
-    def output(self) -> RequestOutput:
-        """Returns the request as it stands."""
-        prompt_logprobs = self.choices[0].prompt_logprobs
-        return RequestOutput(
-            self.request_id,
-            self.prompt,
-            list(self.prompt_token_ids),
-            None if prompt_logprobs is None else list(prompt_logprobs),
-            [choice.output() for choice in self.choices],
-            self.finished,
-            self.metrics(),
-        )
 
 
 class Engine:
@@ -136,6 +84,7 @@ class Engine:
         request_id: str | None = None,
         stream: bool = False,
         priority: int = 0,
+        pooling: Pooling | None = None,
     ) -> Handle:
         """Checks a request and queues it.
 
@@ -145,12 +94,15 @@ class Engine:
           request_id: a name that no live request has; made up when None.
           stream: keep what every step adds in ``deltas``.
           priority: lower is more important: admitted first and preempted last.
+          pooling: ask for the prompt's hidden state and no tokens, see `Handle.embedding`; without ``params``.
 
         Raises:
           ValueError: a request that could never run, with what was got and what would work.
           EngineError: the engine failed earlier.
         """
-        handle = self.prepare(prompt, params, request_id=request_id, stream=stream, priority=priority)
+        handle = self.prepare(
+            prompt, params, request_id=request_id, stream=stream, priority=priority, pooling=pooling
+        )
         self.enqueue(handle)
         return handle
 
@@ -162,6 +114,7 @@ class Engine:
         request_id: str | None = None,
         stream: bool = False,
         priority: int = 0,
+        pooling: Pooling | None = None,
     ) -> Handle:
         """Checks a request as `submit` does, and does not queue it."""
         if self.failure is not None:
@@ -169,13 +122,24 @@ class Engine:
         max_len = self.scheduler.config.max_len
         name = request_id if request_id is not None else f"request-{next(self._serial)}"
         text, ids = read_prompt(prompt, self.tokenizer, self.vocab_size)
-        bound = bind_params(params or SamplingParams(), self.tokenizer)
-        check_draws(bound, self.draws)
+        if pooling is not None and params is not None:
+            raise RequestRefused("params: got some with pooling, which makes no tokens; leave them out")
+        bound = bind_params(
+            params or (SamplingParams() if pooling is None else POOLING_PARAMS), self.tokenizer
+        )
+        check_draws(bound, self.draws, pooling)
         bound.validate_for(self.vocab_size, max_len, len(ids), self.eos_ids)
         # The serial number keeps a name that is used again apart from a plan still in flight under its first use.
         names = (f"{name}/{next(self._serial)}" for _ in itertools.count())
         specs = make_specs(
-            names, ids, bound, eos_ids=self.eos_ids, max_len=max_len, priority=priority, arrival=self.clock()
+            names,
+            ids,
+            bound,
+            eos_ids=self.eos_ids,
+            max_len=max_len,
+            priority=priority,
+            arrival=self.clock(),
+            pooling=pooling,
         )
         if self._check is not None:
             self._check(bound, specs[0].stop_ids)
@@ -264,6 +228,11 @@ class Engine:
         if len(each) != len(prompts):
             raise ValueError(f"params: got {len(each)} for {len(prompts)} prompts, give one or as many")
         handles = [self.prepare(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
+        self.run(handles, on_finish=on_finish)
+        return [handle.output() for handle in handles]
+
+    def run(self, handles: Sequence[Handle], *, on_finish: Callable[[Handle], None] | None = None) -> None:
+        """Runs what `prepare` returned to its end; leaving early aborts it. ``on_finish``: see `generate`."""
         mine: dict[Handle, None] = {}  # queued: a name that was refused is another request's
         try:
             for handle in handles:
@@ -277,7 +246,6 @@ class Engine:
             for handle in mine:
                 if not handle.finished:
                     self.abort(handle.request_id)
-        return [handle.output() for handle in handles]
 
     def _empty_inbox(self) -> None:
         while self._inbox:
@@ -306,11 +274,16 @@ class Engine:
         result = self.runner.collect(pending)
         self._flight.popleft()
         now = self.clock()
-        for piece, entries in zip(plan.prefill, result.prompt_logprobs, strict=False):
-            if entries is not None and piece.request_id in self._rows:
+        for piece, entries, vectors in itertools.zip_longest(
+            plan.prefill, result.prompt_logprobs, result.pooled
+        ):
+            if (entries is not None or vectors is not None) and piece.request_id in self._rows:
                 handle, choice = self._rows[piece.request_id]
                 try:
-                    choice.add_prompt_logprobs(entries, piece.start)
+                    if entries is not None:
+                        choice.add_prompt_logprobs(entries, piece.start)
+                    if vectors is not None and choice.pooled is not None:
+                        choice.pooled.add(vectors, piece.start, len(piece.tokens))
                 except Exception as error:
                     self._spoil(choice, error)
                     self._report(handle, choice, "", 0, None)

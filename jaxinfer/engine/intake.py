@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.schedule.request import RequestRefused, RequestSpec
+from jaxinfer.schedule.request import Pooling, RequestRefused, RequestSpec
 from jaxinfer.schedule.sampling_params import SamplingParams, draw_seed
 from jaxinfer.text import Tokenizer
 
@@ -94,14 +94,18 @@ def bind_params(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
     return params.replace(**changes) if changes else params
 
 
-def check_draws(params: SamplingParams, draws: Collection[str]) -> None:
+def check_draws(params: SamplingParams, draws: Collection[str], pooling: Pooling | None = None) -> None:
     """Refuses a request that asks for what a run was not made for.
 
     Args:
       params: as `bind_params` returns them. draws: of `DRAWS`, what the run compiled; ``sample`` serves ``greedy`` too.
+      pooling: what hidden state the request asks for.
     """
     served = {*draws, "greedy"} if "sample" in draws else set(draws)
-    missing = [draw for draw in params.draws if draw not in served]
+    if pooling not in (None, "last", "mean"):
+        raise RequestRefused(f"pooling: got {pooling!r}, must be 'last' or 'mean'")
+    asked = params.draws if pooling is None else (*params.draws, "embed")
+    missing = [draw for draw in asked if draw not in served]
     if missing:
         raise RequestRefused(
             f"sampling: this run serves draws {', '.join(draws)}, and the request asks for {', '.join(missing)}; "
@@ -118,6 +122,7 @@ def make_specs(
     max_len: int,
     priority: int,
     arrival: float,
+    pooling: Pooling | None = None,
 ) -> list[RequestSpec]:
     """Returns one spec for each of the ``n`` choices; only the first computes the prompt's logprobs.
 
@@ -137,6 +142,7 @@ def make_specs(
             seed=params.seed,
             priority=priority,
             arrival=arrival,
+            pooling=pooling,
         )
         for choice in range(params.n)
     ]

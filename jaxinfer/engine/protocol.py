@@ -36,11 +36,14 @@ class StepResult:
       prompt_logprobs: one entry a piece of ``plan.prefill`` (empty when none asks): None, or leading ``[T]`` for
         the tokens at positions ``start + 1 .. start + T``, each given all before it; entries at or beyond the
         prompt's length are not read.
+      pooled: one entry a piece of ``plan.prefill`` (empty when none asks): None, or float32 ``[2, D]``, the hidden
+        state of the piece's last position and the sum over all of them. With ``last`` only the last piece has one.
     """
 
     tokens: np.ndarray
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    pooled: tuple[np.ndarray | None, ...] = ()
 
 
 class Runner(Protocol):

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxinfer.engine.protocol import StepResult, TokenLogprobs
 from jaxinfer.schedule.plan import Admission, DecodeRow, Plan, PrefillPiece
+from jaxinfer.schedule.request import Pooling
 from jaxinfer.steps.compiled import Shape, StepTable, count_compilations
 from jaxinfer.steps.sampling import Sampled
 from jaxinfer.steps.slots import Slots, pack_row
@@ -86,13 +87,15 @@ class Pending:
 
     Attributes:
       plan: what runs.
-      draws: what its blocks draw.
-      scores: what was computed of prompts, by index of the plan's pieces: ``(TokenLogprobs, row)``.
+      draws: what its blocks draw, in the order of the calls.
+      scores, pooled: what was computed of prompts, by index of the plan's pieces: ``(TokenLogprobs, row)``, and
+        ``(hidden states, row)``.
     """
 
     plan: Plan
-    draws: tuple[Draws, ...]
+    draws: list[Draws]
     scores: dict[int, tuple[Any, int]]
+    pooled: dict[int, tuple[Any, int]]
 
 
 class DeviceRunner:
@@ -123,17 +126,17 @@ class DeviceRunner:
         self._plain: set[int] = set()
         self._wants: set[int] = set()
         self._wants_prompt: set[int] = set()
+        self._pooling: dict[int, Pooling | None] = {}
 
     def dispatch(self, plan: Plan) -> Pending:
         """Starts a plan and returns at once."""
-        draws: list[Draws] = []
-        scores: dict[int, tuple[Any, int]] = {}
+        pending = Pending(plan, [], {}, {})
         with self._guarded(), count_compilations(self.compilations):
             for admission in plan.admitted:
                 self._admit(admission)
             for call in split_plan(plan, self._buckets):
-                draws += self._run(call, plan, scores)
-        return Pending(plan, tuple(draws), scores)
+                self._run(call, pending)
+        return pending
 
     def collect(self, pending: Pending) -> StepResult:
         """Waits for one dispatched plan, oldest first, and brings its draws to the host."""
@@ -162,8 +165,10 @@ class DeviceRunner:
             if draws.scored and drawn:
                 scored.append((drawn, target, found))
         logprobs = _gather_logprobs(scored, tokens.shape) if scored else None
-        prompts = tuple(self._prompt_logprobs(pending, i) for i in range(len(plan.prefill)))
-        return StepResult(tokens, logprobs, prompts if pending.scores else ())
+        pieces = range(len(plan.prefill))
+        prompts = tuple(self._prompt_logprobs(pending, i) for i in pieces) if pending.scores else ()
+        pooled = tuple(_vectors(pending, i) for i in pieces) if pending.pooled else ()
+        return StepResult(tokens, logprobs, prompts, pooled)
 
     def _admit(self, admission: Admission) -> None:
         row = pack_row(
@@ -178,6 +183,7 @@ class DeviceRunner:
         slot = admission.slot
         self._slots = self._table.install(self._slots, jax.device_put(np.int32(slot)), jax.device_put(row))
         params = admission.params
+        self._pooling[slot] = admission.pooling
         for slots, asked in (
             (self._plain, params.is_plain_greedy),
             (self._wants, params.logprobs is not None),
@@ -185,9 +191,9 @@ class DeviceRunner:
         ):
             (slots.add if asked else slots.discard)(slot)
 
-    def _run(self, call: Call, plan: Plan, scores: dict[int, tuple[Any, int]]) -> list[Draws]:
-        """Starts one call; returns its draws and notes what it computes of prompts."""
-        shape, prefill = call.shape, call.shape.prefill
+    def _run(self, call: Call, pending: Pending) -> None:
+        """Starts one call, and notes what it draws and computes of prompts."""
+        plan, shape, prefill = pending.plan, call.shape, call.shape.prefill
         packed: list[Any] = []
         if shape.decode:
             packed.append(pack_decode(call.decode, shape.decode, plan.page_table))
@@ -197,14 +203,24 @@ class DeviceRunner:
         forward = self._table.forward(shape)
         if shape.num_steps > 1:
             drawn, self._cache, self._slots = forward(self._params, self._cache, self._slots, *buffers)
-            return [Draws(call.decode, drawn, any(row.slot in self._wants for row in call.decode))]
+            scored = any(row.slot in self._wants for row in call.decode)
+            pending.draws.append(Draws(call.decode, drawn, scored))
+            return
         ahead, self._cache, self._slots = forward(self._params, self._cache, self._slots, *buffers)
-        wanted = [(row, piece) for row, piece in enumerate(call.prefill) if piece.slot in self._wants_prompt]
-        if wanted:
+        index = {(piece.slot, piece.start): i for i, piece in enumerate(plan.prefill)}
+        rows = [(index[piece.slot, piece.start], row, piece) for row, piece in enumerate(call.prefill)]
+        if wanted := [(i, row) for i, row, piece in rows if piece.slot in self._wants_prompt]:
             scored = self._table.score(shape)(self._params, ahead[-1].x, buffers[-1])
-            index = {(piece.slot, piece.start): i for i, piece in enumerate(plan.prefill)}
-            scores |= {index[piece.slot, piece.start]: (scored, row) for row, piece in wanted}
-        return [self._draw(one, rows) for one, rows in zip(ahead, call.blocks, strict=True)]
+            pending.scores.update((i, (scored, row)) for i, row in wanted)
+        if wanted := [(i, row) for i, row, piece in rows if self._pools(piece)]:
+            pooled = self._table.embed(shape)(ahead[-1].x, buffers[-1])
+            pending.pooled.update((i, (pooled, row)) for i, row in wanted)
+        pending.draws.extend(self._draw(one, block) for one, block in zip(ahead, call.blocks, strict=True))
+
+    def _pools(self, piece: PrefillPiece) -> bool:
+        """Whether the hidden states of a piece are wanted: of every piece for a mean."""
+        pooling = self._pooling.get(piece.slot)
+        return pooling == "mean" or (pooling == "last" and piece.is_last)
 
     def _draw(self, ahead: Ahead, rows: Sequence[DecodeRow | PrefillPiece]) -> Draws:
         """Starts the draws of one block, the cheap ones where no row asks for more than the likeliest token."""
@@ -278,6 +294,13 @@ def pack_prefill(
         packed[i, 4 : 4 + n] = piece.tokens
         packed[i, 4 + num_tokens :] = page_table[piece.slot]
     return PrefillRows(packed)
+
+
+def _vectors(pending: Pending, piece: int) -> np.ndarray | None:
+    if piece not in pending.pooled:
+        return None
+    pooled, row = pending.pooled[piece]
+    return jax.device_get(pooled)[row]
 
 
 def _logprobs(found: Any) -> TokenLogprobs:
