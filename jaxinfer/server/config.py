@@ -56,3 +56,7 @@ class ServerConfig:
     def names(cls) -> tuple[str, ...]:
         """Returns the names of all choices."""
         return tuple(f.name for f in fields(cls))
+
+
+# What the section ``server`` of a configuration file may hold: where to listen, keys in a file, and the above.
+KEYS = ("host", "port", "api_key_file", *ServerConfig.names())

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
-from jaxinfer.config import GenerationDefaults
 from jaxinfer.engine.aio import AsyncEngine
 from jaxinfer.engine.engine import Engine
 from jaxinfer.schedule.sampling_params import SamplingParams
@@ -32,19 +31,20 @@ class Service:
 
     Args:
       engine: runs the requests. config: of the server.
-      defaults: the model's own sampling defaults. family: the model's, for its form of tool calls.
+      defaults: sampling fields where a request gives none, as `GenerationDefaults.sampling` has them.
+      family: the model's, for its form of tool calls.
     """
 
     def __init__(
         self,
         engine: AsyncEngine,
         config: ServerConfig,
-        defaults: GenerationDefaults | None = None,
+        defaults: tuple[tuple[str, Any], ...] = (),
         family: str = "",
     ):
         self.async_engine = engine
         self.config = config
-        self.defaults = (defaults or GenerationDefaults()).sampling
+        self.defaults = defaults
         self.family = family
         self.draining = False
         self.started = int(time.time())

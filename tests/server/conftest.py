@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 import pytest
 
-from jaxinfer.config import GenerationDefaults
 from jaxinfer.engine.aio import AsyncEngine
 from jaxinfer.engine.engine import Engine
 from jaxinfer.server.config import ServerConfig
@@ -101,7 +100,7 @@ def bad(reply: httpx.Response, status: int, param: str | None, *words: str) -> d
 
 
 @contextlib.contextmanager
-def running(engine: Engine, defaults: GenerationDefaults | None = None, **config: Any) -> Iterator[Served]:
+def running(engine: Engine, defaults: tuple[tuple[str, Any], ...] = (), **config: Any) -> Iterator[Served]:
     """Serves an engine from a thread."""
     settings = {"model_names": ("fake",), "access_log": False} | config
     with AsyncEngine(engine) as async_engine:
@@ -134,7 +133,7 @@ def serve() -> Iterator[Serve]:
             script: Script = (*b"hello", EOS),
             tokenizer: TableTokenizer | None = None,
             config: dict[str, Any] | None = None,
-            defaults: GenerationDefaults | None = None,
+            defaults: tuple[tuple[str, Any], ...] = (),
             **limits: Any,
         ) -> Served:
             engine, _ = make_engine(script, tokenizer or ChatTokenizer(), **limits)

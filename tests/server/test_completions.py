@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from jaxinfer.config import GenerationDefaults
 from tests.engine.fakes import EOS, TableTokenizer
 from tests.server.conftest import Serve, Served, bad, strict_json
 
@@ -217,7 +216,7 @@ def test_trap_32_empty_prompts(hello: Served, serve: Serve):
 
 
 def test_the_models_defaults_hold_where_a_request_gives_none(serve: Serve):
-    served = serve(b"a", defaults=GenerationDefaults(sampling=(("temperature", 0.25), ("top_k", 7))))
+    served = serve(b"a", defaults=(("temperature", 0.25), ("top_k", 7)))
     served.complete(top_k=3)
     admission = served.engine.runner.admitted[-1]  # pyright: ignore[reportAttributeAccessIssue]
     assert (admission.params.temperature, admission.params.top_k) == (0.25, 3)
