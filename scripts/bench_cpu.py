@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from jaxinfer.hardware import describe
 from jaxinfer.weights.fetch import resolve_model
-from scripts.bench_machine import busy_seconds, describe, is_disturbed, read_bandwidth, wait_until_idle
+from scripts.bench_machine import busy_seconds, is_disturbed, read_bandwidth, wait_until_idle
 from scripts.bench_process import BenchError, EngineSpec, Worker, can_import, start_ours
 from scripts.bench_table import OURS, RATES, compare, format_figures, format_limits, format_ratios, targets_of
 

@@ -1,14 +1,11 @@
-"""What a benchmark needs to know of its machine: whether it is idle, what it is, how fast it reads memory."""
+"""What a benchmark needs to know of its machine: whether it is idle, and how fast it reads memory."""
 
 from __future__ import annotations
 
 import os
-import platform
-import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +13,6 @@ IDLE_CORES = 0.1  # of processor time that may be used on an idle machine, in co
 WINDOW = 0.3  # seconds over which that is looked at
 
 _STAT = Path("/proc/stat")
-_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm")
 
 
 def busy_seconds() -> float | None:
@@ -50,23 +46,6 @@ def is_disturbed(busy: float | None, own: float, wall: float) -> bool:
       busy: seconds that all cores worked, None where unknown. own: those of the measured process. wall: its duration.
     """
     return busy is not None and busy - own > max(IDLE_CORES * wall, 0.05)  # the kernel counts in 0.01 s
-
-
-def describe() -> dict[str, Any]:
-    """Returns the processor, its cores and features, memory in bytes, and the system."""
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text() if cpuinfo.exists() else ""
-    name = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
-    flags = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
-    present = set(flags.group(1).split()) if flags else set()
-    return {
-        "processor": name.group(1) if name else platform.processor(),
-        "cores": os.cpu_count(),
-        "features": [feature for feature in _FEATURES if feature in present],
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-    }
 
 
 def read_bandwidth(num_bytes: int, threads: int, repetitions: int = 9) -> float:

@@ -16,6 +16,8 @@ from jaxinfer.weights.hub import FetchError
 COMMANDS = {
     "generate": "complete a prompt, chat, or answer a file of requests",
     "score": "log-likelihood and perplexity of a text",
+    "serve": "answer OpenAI's API over HTTP, with a page to chat and to watch",
+    "bench": "measure endpoints, or an engine in this process, under load",
     "convert": "write a checkpoint that starts faster",
 }
 OK, FAILED, USAGE, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141  # the last two are the shell's 128 + signal

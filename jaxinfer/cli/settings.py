@@ -9,10 +9,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from jaxinfer.bench.config import KEYS as BENCH_KEYS
 from jaxinfer.cli.flags import UsageError
 from jaxinfer.schedule.param_checks import SamplingParamsError
 from jaxinfer.schedule.param_names import translate
 from jaxinfer.schedule.sampling_params import SamplingParams
+from jaxinfer.server.config import KEYS as SERVER_KEYS
 
 # Where each choice of a run lives, by its key in the section. RunConfig's own names but for the model's.
 RUN_SECTIONS: dict[str, dict[str, str]] = {
@@ -32,9 +34,11 @@ RUN_SECTIONS: dict[str, dict[str, str]] = {
     },
 }
 CHAT_KEYS = ("system", "template", "template_kwargs")
-SECTIONS = (*RUN_SECTIONS, "chat", "sampling")
+SECTIONS = (*RUN_SECTIONS, "chat", "sampling", "server", "bench")
 # Keys whose value is text as it stands, so that `--set model.name=123` needs no quotes.
 _TEXTS = {"model.name", "model.policy", "cache.kv_memory", "run.attention", "chat.system", "chat.template"}
+_TEXTS |= {"bench.input_len", "bench.output_len"}  # 10:30 is a time of day in newer TOML
+_TEXTS |= {"server.host", "server.api_key_file"}
 _WORDS: dict[str, Any] = {"true": True, "false": False, "none": None, "null": None}
 
 
@@ -44,11 +48,14 @@ class Settings:
 
     Attributes:
       run: by RunConfig's names. sampling: by SamplingParams' names. chat: see `CHAT_KEYS`.
+      server: see `SERVER_KEYS`. bench: of a load, by its own keys.
     """
 
     run: dict[str, Any] = field(default_factory=dict)
     sampling: dict[str, Any] = field(default_factory=dict)
     chat: dict[str, Any] = field(default_factory=dict)
+    server: dict[str, Any] = field(default_factory=dict)
+    bench: dict[str, Any] = field(default_factory=dict)
 
 
 def read_settings(config: str | None, assignments: Sequence[str]) -> Settings:
@@ -103,6 +110,10 @@ def _put(settings: Settings, section: str, table: Mapping[str, Any], where: str)
     for key, value in table.items():
         if section == "chat" and key in CHAT_KEYS:
             settings.chat[key] = value
+        elif section == "server" and key in SERVER_KEYS:
+            settings.server[key] = value
+        elif section == "bench" and key in BENCH_KEYS:
+            settings.bench[key] = value
         elif key in RUN_SECTIONS.get(section, ()):
             settings.run[RUN_SECTIONS[section][key]] = value
         else:
@@ -118,7 +129,8 @@ def _elsewhere(key: str, section: str) -> str:
     for other, keys in RUN_SECTIONS.items():
         if key in keys:
             return f"it belongs to [{other}]"
-    return _close(key, RUN_SECTIONS.get(section, CHAT_KEYS))
+    own = {"chat": CHAT_KEYS, "server": SERVER_KEYS, "bench": BENCH_KEYS}
+    return _close(key, own.get(section) or RUN_SECTIONS[section])
 
 
 def _close(name: str, known: Collection[str]) -> str:

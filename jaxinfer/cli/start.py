@@ -75,9 +75,9 @@ def fit_run(model: Model, num_prompt: int, params: SamplingParams) -> dict[str, 
       params: of the request.
     """
     max_tokens = params.max_tokens
-    chunk = min(max(_power_of_two(num_prompt), _CHUNKS[0]), _CHUNKS[1])
+    chunk = min(max(power_of_two(num_prompt), _CHUNKS[0]), _CHUNKS[1])
     wanted = model.cfg.max_len if max_tokens is None else num_prompt + max_tokens
-    max_len = min(max(_power_of_two(wanted), _LEAST_LEN), model.cfg.max_len)
+    max_len = min(max(power_of_two(wanted), _LEAST_LEN), model.cfg.max_len)
     return {
         "max_num_seqs": params.n,
         "prefill_buckets": ((1, chunk),),
@@ -102,6 +102,6 @@ def open_llm(settings: Settings, model: Model | None = None, **fitted: Any) -> L
     return LLM(say=say, **{**fitted, **settings.run, "model": model or open_model_of(settings)})
 
 
-def _power_of_two(count: int) -> int:
-    """The least one that holds a count."""
+def power_of_two(count: int) -> int:
+    """Returns the least one that holds a count."""
     return 1 << max(count - 1, 0).bit_length()

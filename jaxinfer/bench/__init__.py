@@ -1,0 +1,1 @@
+"""Load for any OpenAI-compatible endpoint or an engine in this process, and what became of it."""
