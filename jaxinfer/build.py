@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
 from pathlib import Path
 
 import jax
@@ -13,91 +12,24 @@ import jax
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.config import ModelConfig
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.host_pages import HostPages
 from jaxinfer.engine.runner import Buckets, DeviceRunner
-from jaxinfer.hardware import has_native_bfloat16, host_memory_bytes
+from jaxinfer.hardware import describe_device, has_native_bfloat16, host_memory_bytes
 from jaxinfer.kernels.attention.api import choose_attention
-from jaxinfer.model.cache import init_cache, page_bytes
+from jaxinfer.model.cache import copy_widths, init_cache, page_bytes
 from jaxinfer.model.decoder import Static, stack_layers, stack_sizes, stacked_shapes
+from jaxinfer.run_config import RunConfig
+from jaxinfer.schedule.limits import PreemptionMode, SchedulerConfig
 from jaxinfer.schedule.pages import PagePool
-from jaxinfer.schedule.sampling_params import DRAWS
-from jaxinfer.schedule.scheduler import Scheduler, SchedulerConfig
+from jaxinfer.schedule.prefix import PrefixCache
+from jaxinfer.schedule.scheduler import Scheduler
 from jaxinfer.steps.compiled import StepTable
 from jaxinfer.steps.keep import ExecutableStore
 from jaxinfer.steps.slots import SlotCaps, init_slots
-from jaxinfer.weights.fetch import DEFAULT_MODEL, default_cache_dir
+from jaxinfer.weights.fetch import default_cache_dir
 from jaxinfer.weights.model import Model, open_model
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """Everything a run chooses; names follow vLLM where it has them.
-
-    Attributes:
-      model: registered name, local path, or ``hf:org/name[@revision]``.
-      policy: number formats (`Policy.parse`), or ``auto``: bfloat16 where the device multiplies it, else float32.
-      max_model_len: longest sequence in tokens; None takes the model's, cut to what the cache holds.
-      max_num_seqs: R, rows that run at once.
-      max_num_batched_tokens: tokens of one step.
-      page_size: Z, tokens a KV page.
-      kv_memory: what the cache may take: ``512MiB``, ``25%`` of the device, ``1000 pages``, or ``auto``.
-      num_decode_steps: decode steps without return to the host, taken when nothing waits for prefill.
-      attention: implementation name, or ``auto``.
-      stack_size: layers a scan, 0 chooses by backend.
-      prefill_buckets: ``(rows, tokens a row)`` shapes; empty chooses from ``max_num_batched_tokens``.
-      draws: what requests may ask for: ``greedy`` (the likeliest token, nothing else), ``sample`` (anything),
-        ``score`` (prompt_logprobs), each of which takes a second to compile, and ``embed`` (pooling), which is cheap.
-      compile_cache: keep executables between runs: in jaxinfer's cache folder, in a folder of this name, or False.
-    """
-
-    model: str = DEFAULT_MODEL
-    policy: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int = 16
-    max_num_batched_tokens: int = 512
-    page_size: int = 16
-    kv_memory: str = "auto"
-    num_decode_steps: int = 1
-    attention: str = "auto"
-    stack_size: int = 0
-    prefill_buckets: tuple[tuple[int, int], ...] = ()
-    draws: tuple[str, ...] = DRAWS
-    compile_cache: bool | str = True
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "num_decode_steps"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}: got {value!r}, must be a whole number of at least 1")
-        if self.max_num_seqs > 1 and self.max_num_batched_tokens <= self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens: got {self.max_num_batched_tokens}, must exceed max_num_seqs = "
-                f"{self.max_num_seqs}: a step full of decode rows would leave nothing for prompts"
-            )
-        if self.max_model_len is not None and self.max_model_len < 2:
-            raise ValueError(
-                f"max_model_len: got {self.max_model_len}, must be at least 2 (a token of prompt and one of output), "
-                "or None for the model's own"
-            )
-        if self.stack_size < 0:
-            raise ValueError(
-                f"stack_size: got {self.stack_size}, must be 0 (choose), 1 (unroll) or layers a scan"
-            )
-        for shape in self.prefill_buckets:
-            if not isinstance(shape, tuple) or len(shape) != 2 or not all(isinstance(n, int) for n in shape):
-                raise ValueError(f"prefill_buckets: got {shape!r}, must be pairs of rows and tokens")
-            if min(shape) < 1:
-                raise ValueError(f"prefill_buckets: got {shape}, rows and tokens must be at least 1")
-        if not set(self.draws) <= set(DRAWS) or set(self.draws).isdisjoint(("greedy", "sample")):
-            raise ValueError(
-                f"draws: got {self.draws}, must be of {', '.join(DRAWS)}, with greedy or sample among them"
-            )
-
-    @classmethod
-    def names(cls) -> tuple[str, ...]:
-        """Returns the names of all choices."""
-        return tuple(f.name for f in fields(cls))
 
 
 def choose_policy(text: str) -> tuple[Policy, str]:
@@ -112,6 +44,8 @@ def choose_policy(text: str) -> tuple[Policy, str]:
     return Policy.parse("float32"), "auto: this processor has no bfloat16 multiply"
 
 
+# A chunk of 64 tokens beside 8 decode rows takes about twice as long as the rows alone on two cores.
+MIXED_TOKENS_CPU = 64
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 AUTO_KV_BYTES = (
     512 * 2**20
@@ -152,6 +86,50 @@ def kv_pages(text: str, bytes_a_page: int, pages_for_all: int, pages_for_one: in
     return pages
 
 
+def read_bytes(name: str, text: str | int) -> int:
+    """Returns a number of bytes written as ``1GiB`` or as a plain number.
+
+    Raises:
+      ValueError: another form, with the setting's name.
+    """
+    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(b|[kmg]i?b)?\s*", str(text).lower(), re.ASCII)
+    if not found:
+        raise ValueError(f"{name}: got {text!r}; must be bytes, such as 1GiB, 500MB or 0")
+    return int(float(found.group(1)) * _UNITS[found.group(2) or "b"])
+
+
+def choose_preemption(
+    config: RunConfig, host_pages: int, page_bytes: int, num_weights: int
+) -> tuple[PreemptionMode, str]:
+    """Returns what becomes of rows that give way, and the reason in words.
+
+    Args:
+      config: the run. host_pages: that fit into the host's memory. page_bytes: over all layers.
+      num_weights: numbers of the model that multiply, each twice a token.
+
+    Raises:
+      ValueError: swapping without memory to swap to.
+    """
+    if config.preemption_mode == "swap" and not host_pages:
+        raise ValueError(
+            "preemption_mode: swap needs memory of the host; set host_cache_bytes, or take recompute"
+        )
+    if config.preemption_mode == "recompute":
+        return "recompute", "asked for"
+    if config.preemption_mode == "swap":
+        return "swap", "asked for"
+    if not host_pages:
+        return "recompute", "auto: host_cache_bytes is 0"
+    device = describe_device(jax.default_backend(), jax.devices()[0].device_kind)
+    compute = 2 * num_weights * config.page_size / device.flops
+    move = 2 * page_bytes / device.host_bandwidth
+    mode = "swap" if move < compute else "recompute"
+    return (
+        mode,
+        f"auto: a page moves there and back in {1e3 * move:.2f} ms, is computed in {1e3 * compute:.2f} ms",
+    )
+
+
 def choose_buckets(config: RunConfig, max_len: int) -> Buckets:
     """Returns the shapes to compile: a few, since each costs seconds before the first request.
 
@@ -166,7 +144,19 @@ def choose_buckets(config: RunConfig, max_len: int) -> Buckets:
         prefill = ((1, short), (min(R, budget // short), short), (1, budget))
     width = -(-max_len // config.page_size)
     mixed = (decode[-1],) if R > 1 else ()
-    return Buckets(tuple(decode), tuple(sorted(set(prefill))), width, mixed, config.num_decode_steps)
+    most = mixed_tokens(config)
+    mixing = None
+    if most is not None and not config.prefill_buckets:
+        mixing = tuple(sorted({(1, most), (2, most // 2) if most >= 32 else (1, most)}))
+    return Buckets(tuple(decode), tuple(sorted(set(prefill))), width, mixed, config.num_decode_steps, mixing)
+
+
+def mixed_tokens(config: RunConfig) -> int | None:
+    """Returns the most tokens of prompts in a step that decodes too, None for no limit but the step's."""
+    most = config.mixed_prefill_tokens
+    if most is None and jax.default_backend() == "cpu":
+        most = MIXED_TOKENS_CPU
+    return min(most, config.max_num_batched_tokens) if most else None
 
 
 def plan_memory(config: RunConfig, cfg: ModelConfig, policy: Policy, say: Say) -> tuple[int, int]:
@@ -235,20 +225,31 @@ def build_engine(config: RunConfig, model: Model | None = None, say: Say = lambd
     cache = init_cache(cfg, policy, sizes, num_pages, config.page_size)
     slots = init_slots(config.max_num_seqs, max_len, cfg.vocab_size, SlotCaps())
     store = open_store(config.compile_cache, say)
-    table = StepTable(static, stacked_shapes(cfg, policy, sizes), cache, slots, store)
+    shapes = stacked_shapes(cfg, policy, sizes)
+    each = page_bytes(cfg, policy, config.page_size)
+    num_host_pages = read_bytes("host_cache_bytes", config.host_cache_bytes) // each
+    num_weights = sum(leaf.size for leaf in jax.tree.leaves(shapes["stacks"]))
+    preemption, why = choose_preemption(config, num_host_pages, each, num_weights)
+    if num_host_pages:
+        say(f"host cache: {num_host_pages} pages; preemption by {preemption} ({why})")
+    table = StepTable(static, shapes, cache, slots, store)
+    extras = [
+        name
+        for name, on in (
+            ("recall", config.enable_prefix_caching or num_host_pages),
+            ("copies", num_host_pages),
+        )
+        if on
+    ]
     with ThreadPoolExecutor(1) as pool:  # shapes are enough to compile: weights are read meanwhile
-        compiling = pool.submit(table.compile, buckets.shapes(), config.draws, say)
+        compiling = pool.submit(table.compile, buckets.shapes(), config.draws, say, extras)
         params = stack_layers(model.load(policy, None, None), sizes)
         compiling.result()
-    runner = DeviceRunner(params, cache, slots, table, buckets)
-    limits = SchedulerConfig(
-        max_num_seqs=config.max_num_seqs,
-        max_len=max_len,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        prefill_chunk=max(T for _, T in buckets.prefill),
-        num_decode_steps=config.num_decode_steps,
-    )
-    scheduler = Scheduler(limits, PagePool(num_pages, config.page_size))
+    host_pages = HostPages(num_host_pages, copy_widths(cache), num_pages, table) if num_host_pages else None
+    runner = DeviceRunner(params, cache, slots, table, buckets, host_pages)
+    pool = PagePool(num_pages, config.page_size)
+    prefix = PrefixCache(pool, num_host_pages, config.enable_prefix_caching)
+    scheduler = Scheduler(scheduler_config(config, buckets, max_len, preemption), pool, prefix)
     return Engine(
         scheduler,
         runner,
@@ -257,6 +258,25 @@ def build_engine(config: RunConfig, model: Model | None = None, say: Say = lambd
         eos_ids=model.defaults.eos_ids,
         draws=config.draws,
         check=slots.caps.check,
+    )
+
+
+def scheduler_config(
+    config: RunConfig, buckets: Buckets, max_len: int, preemption: PreemptionMode
+) -> SchedulerConfig:
+    """Returns a run's limits as the scheduler has them."""
+    return SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_len=max_len,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        prefill_chunk=max(T for _, T in buckets.prefill),
+        mixed_prefill_tokens=mixed_tokens(config),
+        num_decode_steps=config.num_decode_steps,
+        scheduling_policy=config.scheduling_policy,
+        ageing=config.ageing_s,
+        window=config.window_ms / 1e3,
+        max_num_waiting=config.max_num_waiting,
+        preemption_mode=preemption,
     )
 
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import AsyncGenerator, Iterable
-from typing import Self
+from typing import Self, Unpack
 
 from jaxinfer.engine.engine import Engine, EngineError
 from jaxinfer.engine.handle import Handle
 from jaxinfer.engine.intake import Prompt
+from jaxinfer.engine.options import RequestOptions
 from jaxinfer.engine.outputs import Delta, RequestOutput
 from jaxinfer.schedule.request import Pooling
 from jaxinfer.schedule.sampling_params import SamplingParams
+
+_DRAIN_POLL = 0.02  # seconds between looks at whether everything has ended
 
 
 class AsyncEngine:
@@ -37,6 +41,21 @@ class AsyncEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    async def drain(self, seconds: float) -> None:
+        """Takes nothing new, waits until what runs and waits has ended, and aborts what has not after ``seconds``.
+
+        The engine's own thread goes on until `close`.
+        """
+        self.engine.draining = True
+        give_up = time.monotonic() + seconds
+        while self.engine.has_work and time.monotonic() < give_up:
+            await asyncio.sleep(_DRAIN_POLL)
+        for handle in list(self._waiters):
+            self.engine.abort(handle.request_id)
+        self._wake.set()
+        while self.engine.has_work:
+            await asyncio.sleep(_DRAIN_POLL)
+
     def close(self) -> None:
         """Ends the thread after the step it is in; requests that still run are aborted."""
         self._stopping = True
@@ -47,20 +66,18 @@ class AsyncEngine:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[Delta, None]:
         """Yields what steps add to one request; leaving early, or being cancelled, aborts it.
 
         Args:
-          prompt, params, request_id, priority: see `Engine.submit`.
+          prompt, params, options: see `Engine.submit`.
 
         Raises:
           ValueError: a request that could never run.
           EngineError: the engine failed earlier. When it fails later, the last delta says ``error``.
         """
-        handle = self.engine.prepare(prompt, params, request_id=request_id, stream=True, priority=priority)
+        handle = self.engine.prepare(prompt, params, stream=True, **options)
         async with contextlib.aclosing(self._follow(handle)) as deltas:
             async for delta in deltas:
                 yield delta
@@ -69,12 +86,10 @@ class AsyncEngine:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
+        **options: Unpack[RequestOptions],
     ) -> RequestOutput:
         """Runs one request to its end; being cancelled aborts it. See `stream`."""
-        handle = self.engine.prepare(prompt, params, request_id=request_id, priority=priority)
+        handle = self.engine.prepare(prompt, params, **options)
         async with contextlib.aclosing(self._follow(handle)) as deltas:
             async for _ in deltas:
                 pass
@@ -140,6 +155,8 @@ class AsyncEngine:
                 break
             if self.engine.has_work:
                 self._step()
+                if self.engine.wake_at is not None:  # a ferry that has not left yet
+                    self._wake.wait(max(0.0, self.engine.wake_at - self.engine.clock()))
             else:
                 self._wake.wait()
         for handle in list(self._waiters):

@@ -101,6 +101,7 @@ class Choice:
             self.request.finish_reason,
             self.request.stop_reason,
             self.error,
+            0 if self.request.prefix.report is None else self.request.prefix.report.num_cached,
         )
 
     def output(self) -> CompletionOutput:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import logging
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Generator, Sequence
+from typing import Unpack
 
 from jaxinfer.engine.choice import Choice
+from jaxinfer.engine.errors import EngineDraining, EngineError
 from jaxinfer.engine.handle import Handle
-from jaxinfer.engine.intake import Prompt, bind_params, check_draws, make_specs, read_prompt
+from jaxinfer.engine.intake import Check, Intake, Prompt, check_room
 from jaxinfer.engine.interrupts import hold_interrupts
-from jaxinfer.engine.metrics import EngineMetrics
+from jaxinfer.engine.metrics import EngineMetrics, EngineStats
+from jaxinfer.engine.options import RequestOptions
 from jaxinfer.engine.outputs import Delta, PositionLogprobs, RequestOutput
-from jaxinfer.engine.pooled import PARAMS as POOLING_PARAMS
 from jaxinfer.engine.protocol import Runner, StepResult
+from jaxinfer.engine.views import count_step, explain, read_stats
 from jaxinfer.schedule.plan import Plan
-from jaxinfer.schedule.request import Pooling, RequestRefused
+from jaxinfer.schedule.request import FinishReason, Request, RequestRefused
 from jaxinfer.schedule.sampling_params import DRAWS, SamplingParams
 from jaxinfer.schedule.scheduler import Scheduler, Update
 from jaxinfer.text import Tokenizer
@@ -25,8 +29,7 @@ from jaxinfer.text import Tokenizer
 _log = logging.getLogger(__name__)
 
 
-class EngineError(RuntimeError):
-    """The loop itself failed: requests in flight ended with ``error``, and the engine takes no more."""
+NUM_EXPLAINED = 1000  # requests, the latest, of which `explain_prefix` can tell
 
 
 class Engine:
@@ -39,7 +42,10 @@ class Engine:
       tokenizer: the model's. vocab_size: ids below it may be given and drawn.
       eos_ids: the model's end tokens. draws: of `DRAWS`, what requests may ask for.
       check: refuses settings and end ids that the device cannot hold, such as `SlotCaps.check`; None refuses none.
-      clock: seconds, monotonic.
+      clock: seconds, monotonic. sleep: waits for some of them.
+
+    Attributes:
+      draining: set to take nothing new. wake_at: when a step may have something to do again, None when it has now.
     """
 
     def __init__(
@@ -51,8 +57,9 @@ class Engine:
         vocab_size: int,
         eos_ids: Sequence[int],
         draws: Collection[str] = DRAWS,
-        check: Callable[[SamplingParams, Collection[int]], None] | None = None,
+        check: Check | None = None,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ):
         self.scheduler = scheduler
         self.runner = runner
@@ -60,10 +67,17 @@ class Engine:
         self.vocab_size = vocab_size
         self.eos_ids = tuple(eos_ids)
         self.draws = tuple(draws)
-        self._check = check
+        max_len = scheduler.config.max_len
+        self._intake = Intake(tokenizer, vocab_size, self.eos_ids, self.draws, check, max_len, clock)
         self.clock = clock
+        self._sleep = sleep
         self.metrics = EngineMetrics()
         self.failure: BaseException | None = None
+        self.draining = False
+        self.wake_at: float | None = None
+        self._num_live = 0  # choices, from submission to the end
+        self._deadlines: list[tuple[float, int, Handle]] = []  # a heap
+        self._recent: OrderedDict[str, Request] = OrderedDict()
         self._serial = itertools.count()
         self._handles: dict[str, Handle] = {}  # by request id, from submission to the end
         self._rows: dict[str, tuple[Handle, Choice]] = {}  # by the scheduler's id
@@ -81,28 +95,23 @@ class Engine:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        request_id: str | None = None,
         stream: bool = False,
-        priority: int = 0,
-        pooling: Pooling | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Handle:
         """Checks a request and queues it.
 
         Args:
           prompt: text, or token ids as they are to run.
           params: sampling settings, vLLM's defaults when None.
-          request_id: a name that no live request has; made up when None.
           stream: keep what every step adds in ``deltas``.
-          priority: lower is more important: admitted first and preempted last.
-          pooling: ask for the prompt's hidden state and no tokens, see `Handle.embedding`; without ``params``.
+          options: see `RequestOptions`.
 
         Raises:
           ValueError: a request that could never run, with what was got and what would work.
-          EngineError: the engine failed earlier.
+          QueueFull: as many wait as may; a ValueError too.
+          EngineError: the engine failed earlier, or is draining.
         """
-        handle = self.prepare(
-            prompt, params, request_id=request_id, stream=stream, priority=priority, pooling=pooling
-        )
+        handle = self.prepare(prompt, params, stream=stream, **options)
         self.enqueue(handle)
         return handle
 
@@ -111,54 +120,42 @@ class Engine:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        request_id: str | None = None,
         stream: bool = False,
-        priority: int = 0,
-        pooling: Pooling | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Handle:
         """Checks a request as `submit` does, and does not queue it."""
-        if self.failure is not None:
-            raise EngineError("the engine failed earlier and takes no requests") from self.failure
-        max_len = self.scheduler.config.max_len
-        name = request_id if request_id is not None else f"request-{next(self._serial)}"
-        text, ids = read_prompt(prompt, self.tokenizer, self.vocab_size)
-        if pooling is not None and params is not None:
-            raise RequestRefused("params: got some with pooling, which makes no tokens; leave them out")
-        bound = bind_params(
-            params or (SamplingParams() if pooling is None else POOLING_PARAMS), self.tokenizer
-        )
-        check_draws(bound, self.draws, pooling)
-        bound.validate_for(self.vocab_size, max_len, len(ids), self.eos_ids)
-        # The serial number keeps a name that is used again apart from a plan still in flight under its first use.
-        names = (f"{name}/{next(self._serial)}" for _ in itertools.count())
-        specs = make_specs(
-            names,
-            ids,
-            bound,
-            eos_ids=self.eos_ids,
-            max_len=max_len,
-            priority=priority,
-            arrival=self.clock(),
-            pooling=pooling,
-        )
-        if self._check is not None:
-            self._check(bound, specs[0].stop_ids)
-        self.scheduler.check(specs[0])
-        return Handle(name, text, specs, self.tokenizer, stream=stream)
+        self._check_open()
+        handle = self._intake.read(prompt, params, stream, options)
+        self.scheduler.check(handle.choices[0].spec)
+        return handle
 
     def enqueue(self, handle: Handle) -> None:
         """Queues what `prepare` returned, once.
 
         Raises:
-          RequestRefused: its request id is that of a live request.
-          EngineError: the engine failed earlier.
+          RequestRefused: its request id is that of a live request. QueueFull: as many wait as may.
+          EngineError: the engine failed earlier, or is draining.
         """
+        self._check_room(len(handle.choices))
         if self._handles.setdefault(handle.request_id, handle) is not handle:
             raise RequestRefused(f"request_id: {handle.request_id!r} is that of a live request, give another")
-        if self.failure is not None:  # again, for the loop may have failed since `prepare`
+        try:
+            self._check_open()  # again, for the loop may have failed since `prepare`
+        except EngineError:
             self._handles.pop(handle.request_id, None)
-            raise EngineError("the engine failed earlier and takes no requests") from self.failure
+            raise
+        self._num_live += len(handle.choices)
         self._inbox.append(handle)
+
+    def _check_open(self) -> None:
+        if self.failure is not None:
+            raise EngineError("the engine failed earlier and takes no requests") from self.failure
+        if self.draining:
+            raise EngineDraining("the engine is shutting down and takes no requests")
+
+    def _check_room(self, count: int) -> None:
+        config, e2e = self.scheduler.config, self.metrics.e2e
+        check_room(config, count, self._num_live, e2e.total / e2e.count if e2e.count else 1.0)
 
     def abort(self, request_id: str) -> None:
         """Ends a request at the next step, keeping what came so far; a name that is not live is ignored."""
@@ -181,6 +178,7 @@ class Engine:
         try:
             with hold_interrupts():
                 self._empty_inbox()
+                self._expire()
                 self._advance()
         except Exception as error:
             self._fail(error)
@@ -193,6 +191,7 @@ class Engine:
         """Steps until nothing is left to do."""
         while self.has_work:
             self.step()
+            self._rest()
 
     def stream(self, handle: Handle) -> Generator[Delta, None, None]:
         """Steps and yields what comes for one request submitted with ``stream=True``; leaving early aborts it."""
@@ -204,6 +203,7 @@ class Engine:
                 if finished:
                     return
                 self.step()
+                self._rest()
         finally:
             if not handle.finished:
                 self.abort(handle.request_id)
@@ -242,10 +242,37 @@ class Engine:
                 for handle in self.step():
                     if on_finish is not None and handle.finished and handle in mine:
                         on_finish(handle)
+                self._rest()
         finally:  # Ctrl-C, or an error of `on_finish`: nobody is left to read the others
             for handle in mine:
                 if not handle.finished:
                     self.abort(handle.request_id)
+
+    def stats(self) -> EngineStats:
+        """Returns counts of this moment; any thread may ask."""
+        queued = sum(len(item.choices) for item in tuple(self._inbox) if isinstance(item, Handle))
+        return read_stats(self.scheduler, queued, len(getattr(self.runner, "compilations", ())))
+
+    def page_states(self) -> bytes:
+        """Returns a byte a page: 0 free, 1 in use, 2 shared, 3 cached; any thread may ask."""
+        return self.scheduler.pool.states()
+
+    def explain_prefix(self, request_id: str) -> dict[str, object] | None:
+        """Returns what the prefix cache did for one of the latest requests, and why not more; None for others."""
+        request = self._recent.get(request_id)
+        return None if request is None else explain(request)
+
+    def _rest(self) -> None:
+        """Waits where a step has nothing to do yet."""
+        if self.wake_at is not None and not self._inbox:
+            self._sleep(max(0.0, self.wake_at - self.clock()))
+
+    def _expire(self) -> None:
+        """Ends what has run out of time."""
+        while self._deadlines and (self._deadlines[0][2].finished or self._deadlines[0][0] <= self.clock()):
+            handle = heapq.heappop(self._deadlines)[2]
+            if not handle.finished:
+                self._end(handle, "timeout")
 
     def _empty_inbox(self) -> None:
         while self._inbox:
@@ -255,17 +282,27 @@ class Engine:
                     choice.request = self.scheduler.add(choice.spec)
                     self._rows[choice.spec.request_id] = item, choice
                 self.metrics.prompt_tokens += len(item.prompt_token_ids)
+                self._recent[item.request_id] = item.choices[0].request
+                if len(self._recent) > NUM_EXPLAINED:
+                    self._recent.popitem(last=False)
+                if item.deadline is not None:
+                    heapq.heappush(self._deadlines, (item.deadline, next(self._serial), item))
             elif item in self._handles:
-                self._abort(self._handles[item])
+                self._end(self._handles[item], "abort")
 
     def _advance(self) -> None:
-        plan = self.scheduler.schedule()
+        now = self.clock()
+        plan = self.scheduler.schedule(now)
+        self.wake_at = None
+        if plan is None and not self._flight and self.scheduler.has_work:
+            times = [self.scheduler.next_time(), self._deadlines[0][0] if self._deadlines else None]
+            self.wake_at = min((time for time in times if time is not None), default=None)
         if plan is not None:
             self._flight.append((plan, self.runner.dispatch(plan)))
             for admission in plan.admitted:
                 handle, _ = self._rows[admission.request_id]
                 if handle.first_scheduled is None:
-                    handle.first_scheduled = self.clock()
+                    handle.first_scheduled = now
         if len(self._flight) > 1 or (plan is None and self._flight):
             self._take_in(*self._flight[0])
 
@@ -290,7 +327,7 @@ class Engine:
         for update in self.scheduler.commit(plan, result.tokens.tolist()):
             handle, choice = self._rows[update.request.spec.request_id]
             self._hand_on(handle, choice, update, result, now)
-        self.metrics.num_steps += 1
+        count_step(self.metrics, plan, self.scheduler)
 
     def _hand_on(
         self, handle: Handle, choice: Choice, update: Update, result: StepResult, now: float
@@ -308,13 +345,15 @@ class Engine:
             self._spoil(choice, error)
         count = len(request.output) - before
         choice.times += [now] * count
+        self.metrics.add_tokens(choice.times, count, handle.arrival)
         self.metrics.output_tokens += count
         self._report(handle, choice, text, count, entries)
 
-    def _abort(self, handle: Handle) -> None:
+    def _end(self, handle: Handle, reason: FinishReason) -> None:
+        """Ends every choice that still runs or waits."""
         for choice in handle.choices:
             if choice.spec.request_id in self._rows:
-                self.scheduler.finish(choice.request, "abort")
+                self.scheduler.finish(choice.request, reason)
                 text = ""
                 try:
                     text = choice.decode()  # what was held back is shown
@@ -333,10 +372,13 @@ class Engine:
         if reason is None:
             return
         self.metrics.finished[reason] += 1
+        now = self.clock()
+        self.metrics.add_end(choice.times, handle.arrival, handle.first_scheduled, now)
+        self._num_live -= 1
         self._rows.pop(choice.spec.request_id, None)
         if all(one.request.finish_reason is not None for one in handle.choices):
             self._handles.pop(handle.request_id, None)
-            handle.finished_at = self.clock()  # last: who reads it may count on everything else
+            handle.finished_at = now  # last: who reads it may count on everything else
 
     def _spoil(self, choice: Choice, error: Exception) -> None:
         _log.warning("request %s ended with an error", choice.spec.request_id, exc_info=error)

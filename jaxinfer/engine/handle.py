@@ -18,6 +18,7 @@ class Handle:
       request_id: its name. prompt: text, None when ids were given. prompt_token_ids: ids that run.
       choices: one for each of ``n``. stream: whether deltas are kept.
       deltas: what steps added, oldest first; the reader takes them out (from any thread).
+      deadline: when it ends whatever it is doing, on the engine's clock; None never.
     """
 
     def __init__(
@@ -36,8 +37,15 @@ class Handle:
         self.stream = stream
         self.deltas: deque[Delta] = deque()
         self.arrival = specs[0].arrival
+        self.deadline: float | None = None
         self.first_scheduled: float | None = None
         self.finished_at: float | None = None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that the prefix cache had when its first choice first ran."""
+        report = self.choices[0].request.prefix.report
+        return 0 if report is None else report.num_cached
 
     @property
     def finished(self) -> bool:
@@ -62,6 +70,7 @@ class Handle:
             [choice.output() for choice in self.choices],
             self.finished,
             self.metrics(),
+            self.num_cached_tokens,
         )
 
     def embedding(self, *, normalize: bool = True) -> list[float]:

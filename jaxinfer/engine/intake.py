@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import numbers
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxinfer.schedule.request import Pooling, RequestRefused, RequestSpec
+from jaxinfer.engine.handle import Handle
+from jaxinfer.engine.options import RequestOptions, check_options
+from jaxinfer.engine.pooled import PARAMS as POOLING_PARAMS
+from jaxinfer.schedule.limits import SchedulerConfig
+from jaxinfer.schedule.request import Pooling, QueueFull, RequestRefused, RequestSpec
 from jaxinfer.schedule.sampling_params import SamplingParams, draw_seed
 from jaxinfer.text import Tokenizer
 
+Check = Callable[[SamplingParams, Collection[int]], None]
 Prompt = str | Sequence[int]
 Prompts = Prompt | Mapping[str, Any] | Iterable[Prompt | Mapping[str, Any]]
 
@@ -123,6 +129,7 @@ def make_specs(
     priority: int,
     arrival: float,
     pooling: Pooling | None = None,
+    cache_salt: str | None = None,
 ) -> list[RequestSpec]:
     """Returns one spec for each of the ``n`` choices; only the first computes the prompt's logprobs.
 
@@ -143,9 +150,93 @@ def make_specs(
             priority=priority,
             arrival=arrival,
             pooling=pooling,
+            cache_salt=cache_salt,
         )
         for choice in range(params.n)
     ]
+
+
+def check_room(config: SchedulerConfig, count: int, num_live: int, seconds: float) -> None:
+    """Refuses a request for which there is no place in the queue, for now or for ever.
+
+    Args:
+      config: says how many may run and wait. count: sequences of the request. num_live: that run or wait.
+      seconds: that a request takes, for a guess when a place is free again.
+
+    Raises:
+      RequestRefused: there can never be so many. QueueFull: there are too many now.
+    """
+    if config.max_num_waiting is None:
+        return
+    most = config.max_num_seqs + config.max_num_waiting
+    if count > most:
+        raise RequestRefused(f"n: got {count}, but at most {most} sequences may run and wait; ask for fewer")
+    if num_live + count > most:
+        rounds = (config.max_num_waiting + 1) / config.max_num_seqs
+        raise QueueFull(
+            f"{num_live} sequences run or wait, and at most {config.max_num_waiting} may wait beside "
+            f"{config.max_num_seqs} that run; try again later",
+            retry_after=min(max(seconds * rounds, 1.0), 60.0),
+        )
+
+
+class Intake:
+    """Turns what a caller asks for into a handle, or refuses it.
+
+    Args:
+      tokenizer, vocab_size, eos_ids: the model's. draws: of `DRAWS`, what requests may ask for.
+      check: refuses settings and end ids that the device cannot hold. max_len: longest prompt plus output.
+      clock: seconds, for arrivals.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_ids: Sequence[int],
+        draws: Collection[str],
+        check: Check | None,
+        max_len: int,
+        clock: Callable[[], float],
+    ):
+        self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, eos_ids
+        self._draws, self._check, self._max_len, self._clock = draws, check, max_len, clock
+        self._serial = itertools.count()
+
+    def read(
+        self, prompt: Prompt, params: SamplingParams | None, stream: bool, options: RequestOptions
+    ) -> Handle:
+        """Returns the handle of a request; arguments as for `Engine.submit`, and its errors."""
+        check_options(options)
+        pooling = options.get("pooling")
+        name = options.get("request_id")
+        name = name if name is not None else f"request-{next(self._serial)}"
+        text, ids = read_prompt(prompt, self._tokenizer, self._vocab_size)
+        if pooling is not None and params is not None:
+            raise RequestRefused("params: got some with pooling, which makes no tokens; leave them out")
+        asked = params or (SamplingParams() if pooling is None else POOLING_PARAMS)
+        bound = bind_params(asked, self._tokenizer)
+        check_draws(bound, self._draws, pooling)
+        bound.validate_for(self._vocab_size, self._max_len, len(ids), self._eos_ids)
+        # The serial number keeps a name that is used again apart from a plan still in flight under its first use.
+        names = (f"{name}/{next(self._serial)}" for _ in itertools.count())
+        specs = make_specs(
+            names,
+            ids,
+            bound,
+            eos_ids=self._eos_ids,
+            max_len=self._max_len,
+            priority=options.get("priority", 0),
+            arrival=self._clock(),
+            pooling=pooling,
+            cache_salt=options.get("cache_salt"),
+        )
+        if self._check is not None:
+            self._check(bound, specs[0].stop_ids)
+        handle = Handle(name, text, specs, self._tokenizer, stream=stream)
+        if (timeout := options.get("timeout")) is not None:
+            handle.deadline = handle.arrival + timeout
+        return handle
 
 
 def _word_ids(words: Sequence[str], tokenizer: Tokenizer) -> list[tuple[int, ...]]:

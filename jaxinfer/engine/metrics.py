@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -37,19 +38,123 @@ class RequestMetrics:
         return [late - soon for times in self.token_times for soon, late in pairwise(times)]
 
 
+class Histogram:
+    """Counts of values by size, and their sum; one thread writes, any may read.
+
+    Args:
+      bounds: ascending upper bounds, each included; what is above the last is counted too.
+
+    Attributes:
+      counts: one more than bounds. total: sum of the values.
+    """
+
+    def __init__(self, bounds: Sequence[float]):
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.total = 0.0
+
+    @property
+    def count(self) -> int:
+        """How many values there were."""
+        return sum(self.counts)
+
+    def add(self, value: float) -> None:
+        """Counts a value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+# vLLM's, with finer steps where a fast model is.
+_TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+_SECONDS = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
 @dataclass(slots=True)
-class EngineMetrics:
-    """Running totals of an engine.
+class Distributions:
+    """How long things took, in seconds, over the life of an engine.
+
+    Attributes:
+      ttft: arrival to first token, of a choice. itl: between tokens of a choice, 0 for those that came together.
+      e2e: arrival to the end. queue_time: arrival to the first plan. prefill_time: from there to the first token.
+      decode_time: first token to last. iteration_tokens: tokens that a step computed.
+    """
+
+    ttft: Histogram = field(default_factory=lambda: Histogram(_TTFT))
+    itl: Histogram = field(default_factory=lambda: Histogram(_ITL))
+    e2e: Histogram = field(default_factory=lambda: Histogram(_SECONDS))
+    queue_time: Histogram = field(default_factory=lambda: Histogram(_SECONDS))
+    prefill_time: Histogram = field(default_factory=lambda: Histogram(_SECONDS))
+    decode_time: Histogram = field(default_factory=lambda: Histogram(_SECONDS))
+    iteration_tokens: Histogram = field(default_factory=lambda: Histogram(_TOKENS))
+
+    def add_tokens(self, times: Sequence[float], count: int, arrival: float) -> None:
+        """Counts the last ``count`` of a choice's tokens, which reached the host at ``times``."""
+        for index in range(len(times) - count, len(times)):
+            if index:
+                self.itl.add(times[index] - times[index - 1])
+            else:
+                self.ttft.add(times[0] - arrival)
+
+    def add_end(self, times: Sequence[float], arrival: float, began: float | None, ended: float) -> None:
+        """Counts a choice that ended: its tokens' times, and when it came, first ran, and ended."""
+        self.e2e.add(ended - arrival)
+        if began is not None:
+            self.queue_time.add(began - arrival)
+            if times:
+                self.prefill_time.add(times[0] - began)
+                self.decode_time.add(times[-1] - times[0])
+
+
+@dataclass(slots=True)
+class EngineMetrics(Distributions):
+    """Running totals of an engine, beside its distributions.
 
     Attributes:
       num_steps: plans committed. prompt_tokens: of the requests that were accepted, each prompt once.
       output_tokens: generated and kept. finished: choices that ended, by finish reason.
+      prefix_queries, prefix_hits: tokens of prompts looked up in the prefix cache, and found.
+      preemptions: rows that gave way, by ``recompute`` or ``swap``.
     """
 
     num_steps: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
     finished: Counter[str] = field(default_factory=Counter)
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """An engine at one moment.
+
+    Attributes:
+      num_running, num_waiting: sequences. max_num_seqs, max_num_waiting: most of them (None: any number).
+      num_pages, page_size: of the KV cache. pages_used: that rows hold. pages_shared: of these, by more than one row.
+      pages_cached: that nobody holds and that are remembered. host_pages, host_pages_used: in the host's memory.
+      compilations: after warm-up; there should be none.
+    """
+
+    num_running: int
+    num_waiting: int
+    max_num_seqs: int
+    max_num_waiting: int | None
+    num_pages: int
+    page_size: int
+    pages_used: int
+    pages_shared: int
+    pages_cached: int
+    host_pages: int
+    host_pages_used: int
+    compilations: int
+
+    @property
+    def pages_free(self) -> int:
+        """Pages that hold nothing."""
+        return self.num_pages - self.pages_used - self.pages_cached
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class CompletionOutput:
       token_ids: generated ids, the one that ended it included.
       cumulative_logprob: sum over ``token_ids``, None unless logprobs were asked for.
       logprobs: one entry a token, None unless asked for.
-      finish_reason: ``stop``, ``length``, ``abort`` or ``error``; None while it runs.
+      finish_reason: ``stop``, ``length``, ``abort``, ``timeout`` or ``error``; None while it runs.
       stop_reason: the stop string or stop token id that ended it; None for an end token of the model.
       error: what went wrong when ``finish_reason`` is ``error``.
     """
@@ -63,6 +63,7 @@ class RequestOutput:
       prompt_token_ids: ids that ran. prompt_logprobs: one entry a prompt token, None for the first, which has
       nothing before it; None when not asked for.
       outputs: one a choice, in order. finished: whether all of them ended. metrics: times.
+      num_cached_tokens: of the prompt, that the prefix cache had.
     """
 
     request_id: str
@@ -72,6 +73,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,7 @@ class Delta:
     Attributes:
       request_id, index: whose it is. text: new text, empty while bytes or a possible stop string are held back.
       token_ids, logprobs: of the new tokens. finish_reason, stop_reason, error: see `CompletionOutput`.
+      num_cached_tokens: see `RequestOutput`.
     """
 
     request_id: str
@@ -91,3 +94,4 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    num_cached_tokens: int = 0

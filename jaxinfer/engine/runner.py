@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxinfer.engine.host_pages import HostPages
 from jaxinfer.engine.protocol import StepResult, TokenLogprobs
 from jaxinfer.schedule.plan import Admission, DecodeRow, Plan, PrefillPiece
 from jaxinfer.schedule.request import Pooling
@@ -20,6 +21,8 @@ from jaxinfer.steps.compiled import Shape, StepTable, count_compilations
 from jaxinfer.steps.sampling import Sampled
 from jaxinfer.steps.slots import Slots, pack_row
 from jaxinfer.steps.steps import Ahead, DecodeRows, PrefillRows
+
+CALL_TOKENS = 16  # what a call costs beside its tokens, in tokens: it reads all weights
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Buckets:
       decode: rows, ascending. prefill: ``(rows, tokens a row)``.
       width: W, page ids a row, enough for the longest sequence: attention walks no more of them than rows have.
       mixed: rows of decode that a mixed step may hold, ascending; empty never mixes.
+      mixed_prefill: shapes of prefill that are mixed with them; None for all.
       num_steps: decode steps of the multi-step executables, 1 for none.
     """
 
@@ -38,15 +42,21 @@ class Buckets:
     width: int
     mixed: tuple[int, ...] = ()
     num_steps: int = 1
+    mixed_prefill: tuple[tuple[int, int], ...] | None = None
 
     def shapes(self) -> tuple[Shape, ...]:
         """Returns every forward step of the run."""
         W = self.width
         shapes = [Shape(0, p, W) for p in self.prefill]
         shapes += [Shape(b, (0, 0), W) for b in self.decode]
-        shapes += [Shape(b, p, W) for b in self.mixed for p in self.prefill]
+        shapes += [Shape(b, p, W) for b in self.mixed for p in self.mixing]
         shapes += [Shape(b, (0, 0), W, self.num_steps) for b in self.decode if self.num_steps > 1]
         return tuple(shapes)
+
+    @property
+    def mixing(self) -> tuple[tuple[int, int], ...]:
+        """Shapes of prefill that a mixed step may have."""
+        return self.prefill if self.mixed_prefill is None else self.mixed_prefill
 
 
 @dataclass(frozen=True)
@@ -104,6 +114,7 @@ class DeviceRunner:
     Args:
       params, cache, slots: device state; cache and slots are consumed and replaced by every call.
       table: compiled steps. buckets: their shapes.
+      host_pages: where pages are copied to, None where plans copy none.
       guard: makes any implicit transfer while serving an error.
 
     Attributes:
@@ -117,10 +128,12 @@ class DeviceRunner:
         slots: Slots,
         table: StepTable,
         buckets: Buckets,
+        host_pages: HostPages | None = None,
         guard: bool = True,
     ) -> None:
         self._params, self._cache, self._slots = params, cache, slots
         self._table, self._buckets = table, buckets
+        self._host_pages = host_pages
         self._guard = guard
         self.compilations: list[str] = []
         self._plain: set[int] = set()
@@ -132,6 +145,7 @@ class DeviceRunner:
         """Starts a plan and returns at once."""
         pending = Pending(plan, [], {}, {})
         with self._guarded(), count_compilations(self.compilations):
+            self._copy_pages(plan)
             for admission in plan.admitted:
                 self._admit(admission)
             for call in split_plan(plan, self._buckets):
@@ -141,7 +155,19 @@ class DeviceRunner:
     def collect(self, pending: Pending) -> StepResult:
         """Waits for one dispatched plan, oldest first, and brings its draws to the host."""
         with self._guarded():
+            if self._host_pages is not None:
+                self._host_pages.settle()
             return self._collect(pending)
+
+    def _copy_pages(self, plan: Plan) -> None:
+        """Starts what the plan orders copied to the host and back."""
+        if not plan.saves and not plan.loads:
+            return
+        if self._host_pages is None:
+            raise RuntimeError("a plan copies pages to the host, and this runner was given no room there")
+        self._host_pages.save(self._cache, plan.saves)
+        if plan.loads:
+            self._cache = self._host_pages.load(self._cache, plan.loads)
 
     def _guarded(self) -> contextlib.AbstractContextManager[None]:
         """Makes implicit transfers an error, either way; `jax.device_put` and `jax.device_get` are explicit."""
@@ -182,6 +208,11 @@ class DeviceRunner:
         )
         slot = admission.slot
         self._slots = self._table.install(self._slots, jax.device_put(np.int32(slot)), jax.device_put(row))
+        if admission.cached:
+            tokens = np.zeros(self._slots.history.shape[1], np.int32)
+            tokens[: len(admission.cached)] = admission.cached
+            known = jax.device_put((np.int32(slot), tokens, np.int32(len(admission.cached))))
+            self._slots = self._table.recall(self._slots, *known)
         params = admission.params
         self._pooling[slot] = admission.pooling
         for slots, asked in (
@@ -250,15 +281,16 @@ def split_plan(plan: Plan, buckets: Buckets) -> list[Call]:
     decode = plan.decode
     left = sorted(plan.prefill, key=lambda piece: -len(piece.tokens))
     while left:
-        longest = len(left[0].tokens)
-        fitting = [shape for shape in buckets.prefill if shape[1] >= longest]
-        if not fitting:
-            raise ValueError(f"a prefill piece of {longest} tokens, but the buckets are {buckets.prefill}")
-        b, T = min(fitting, key=lambda shape: (-(-len(left) // shape[0]) * shape[0] * shape[1], -shape[0]))
-        taken, left = tuple(left[:b]), left[b:]
-        mixed = [B for B in buckets.mixed if decode and len(decode) <= B]
-        shape = Shape(min(mixed, default=0), (b, T), buckets.width)
-        calls.append(Call(shape, decode if mixed else (), taken))
+        mixed = min((B for B in buckets.mixed if decode and len(decode) <= B), default=0)
+        shape = _prefill_shape(left, buckets.mixing) if mixed else None
+        mixed = mixed if shape else 0
+        shape = shape or _prefill_shape(left, buckets.prefill)
+        if shape is None:
+            raise ValueError(
+                f"a prefill piece of {len(left[0].tokens)} tokens, but the buckets are {buckets.prefill}"
+            )
+        taken, left = tuple(left[: shape[0]]), left[shape[0] :]
+        calls.append(Call(Shape(mixed, shape, buckets.width), decode if mixed else (), taken))
         decode = () if mixed else decode
     if decode:
         rows = [B for B in buckets.decode if len(decode) <= B]
@@ -266,6 +298,17 @@ def split_plan(plan: Plan, buckets: Buckets) -> list[Call]:
             raise ValueError(f"{len(decode)} decode rows, but the buckets are {buckets.decode}")
         calls.append(Call(Shape(rows[0], (0, 0), buckets.width, plan.num_decode_steps), decode, ()))
     return calls
+
+
+def _prefill_shape(left: Sequence[PrefillPiece], shapes: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+    """Returns the shape that would run pieces, longest first, for least; None where the longest fits none."""
+    fitting = [shape for shape in shapes if shape[1] >= len(left[0].tokens)]
+
+    def cost(shape: tuple[int, int]) -> tuple[int, int]:
+        b, T = shape
+        return -(-len(left) // b) * (b * T + CALL_TOKENS), -b
+
+    return min(fitting, key=cost, default=None)
 
 
 def pack_decode(rows: Sequence[DecodeRow], num_rows: int, page_table: np.ndarray) -> DecodeRows:

@@ -26,6 +26,7 @@ class Admission:
       when a preempted request computes its own output anew. choice: index among the ``n`` of one prompt.
       seed: drawn once for the request when ``params.seed`` is None, so it survives preemption.
       pooling: see `RequestSpec`.
+      cached: ids at positions 0 and on whose KV is there already: no piece will bring them to the slot's history.
     """
 
     slot: int
@@ -36,6 +37,7 @@ class Admission:
     choice: int
     seed: int
     pooling: Pooling | None = None
+    cached: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

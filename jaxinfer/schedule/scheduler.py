@@ -288,10 +288,10 @@ class Scheduler:
                 break
             free = self.pool.num_free
             self._seat(request, match)
+            admitted.append(_admission(request, request.known_tokens(0, request.num_written)))
             spare -= free - self.pool.num_free + self._pages_ahead(request)
             if budget > 0 and self._add_piece(request, budget, pieces):
                 sampled.append(request)
-            admitted.append(_admission(request))
             budget = self._prefill_budget(num_decode, pieces)
             if not self._free_slots or (budget <= 0 and not self.policy.whole):
                 break
@@ -384,7 +384,7 @@ class Scheduler:
 _rank = attrgetter("rank")
 
 
-def _admission(request: Request) -> Admission:
+def _admission(request: Request, cached: tuple[int, ...]) -> Admission:
     spec = request.spec
     return Admission(
         request.slot,
@@ -395,4 +395,5 @@ def _admission(request: Request) -> Admission:
         spec.choice,
         spec.seed,
         spec.pooling,
+        cached,
     )

@@ -18,11 +18,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.model.cache import copy_widths, read_pages, replace_pages
 from jaxinfer.model.decoder import Static
 from jaxinfer.schedule.sampling_params import DRAWS
 from jaxinfer.steps.embed import embed_prompt
 from jaxinfer.steps.keep import ExecutableStore, devices_of, key_of
-from jaxinfer.steps.slots import install_row
+from jaxinfer.steps.slots import install_row, recall_history
 from jaxinfer.steps.steps import (
     MIN_DRAWS,
     DecodeRows,
@@ -35,6 +36,8 @@ from jaxinfer.steps.steps import (
 )
 
 Say = Callable[[str], None]
+COPY_PAGES = 16  # pages that one copy between device and host moves
+EXTRAS = ("recall", "copies")
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -105,17 +108,21 @@ class StepTable:
         self.executables: dict[str, Compiled] = {}
 
     def compile(
-        self, shapes: Iterable[Shape], draws: Collection[str] = DRAWS, say: Say = lambda line: None
+        self,
+        shapes: Iterable[Shape],
+        draws: Collection[str] = DRAWS,
+        say: Say = lambda line: None,
+        extras: Collection[str] = (),
     ) -> None:
         """Compiles what serving these shapes needs and is not there yet, as many at once as there are cores.
 
         Args:
           shapes: of the forward steps. draws: of `DRAWS`, those that requests may ask for.
           say: is told of each finished executable.
+          extras: of `EXTRAS`: ``recall`` where prefixes are found again, ``copies`` where pages move to the host.
         """
-        wanted = {
-            name: make for name, make in self._wanted(shapes, draws).items() if name not in self.executables
-        }
+        every = self._wanted(shapes, draws) | self._wanted_extras(extras)
+        wanted = {name: make for name, make in every.items() if name not in self.executables}
         places = [device.id for device in self._devices or ()]
         described = repr((self.static, self._state, places))
 
@@ -162,6 +169,21 @@ class StepTable:
         """``(slots, slot, row)``: see `install_row`."""
         return self._get("install")
 
+    @property
+    def recall(self) -> Callable[..., Any]:
+        """``(slots, slot, tokens, count)``: see `recall_history`."""
+        return self._get("recall")
+
+    @property
+    def read_pages(self) -> Callable[..., Any]:
+        """``(cache, pages)``, `COPY_PAGES` of them: see `read_pages`."""
+        return self._get("read pages")
+
+    @property
+    def replace_pages(self) -> Callable[..., Any]:
+        """``(cache, pages, content)``, `COPY_PAGES` of them: see `replace_pages`."""
+        return self._get("replace pages")
+
     def _get(self, name: str) -> Callable[..., Any]:
         if name not in self.executables:
             raise KeyError(
@@ -190,6 +212,29 @@ class StepTable:
                 _embed_name(shape): partial(self._lower_embed, shape) for shape in single if shape.prefill[0]
             }
         return wanted | {"install": self._lower_install}
+
+    def _wanted_extras(self, extras: Collection[str]) -> dict[str, Callable[[], Any]]:
+        wanted: dict[str, Callable[[], Any]] = {}
+        if "copies" in extras:
+            wanted |= {"read pages": self._lower_read, "replace pages": self._lower_replace}
+        if "recall" in extras:
+            wanted["recall"] = self._lower_recall
+        return wanted
+
+    def _lower_read(self) -> Any:
+        return jax.jit(read_pages).lower(self._state[1], _ints(COPY_PAGES))
+
+    def _lower_replace(self) -> Any:
+        cache = self._state[1]
+        content = tuple(
+            jax.ShapeDtypeStruct((COPY_PAGES, width), dtype) for width, dtype in copy_widths(cache)
+        )
+        return jax.jit(replace_pages, donate_argnums=0).lower(cache, _ints(COPY_PAGES), content)
+
+    def _lower_recall(self) -> Any:
+        slots = self._state[2]
+        tokens = _ints(slots.history.shape[1])
+        return jax.jit(recall_history, donate_argnums=0).lower(slots, _ints(), tokens, _ints())
 
     def _lower_step(self, shape: Shape) -> Any:
         B, b = shape.decode, shape.prefill[0]

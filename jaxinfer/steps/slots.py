@@ -256,6 +256,18 @@ def install_row(slots: Slots, slot: jax.Array, row: PackedRow) -> Slots:
     return replace(slots, packed=packed)
 
 
+def recall_history(slots: Slots, slot: jax.Array, tokens: jax.Array, count: jax.Array) -> Slots:
+    """Returns the slots with the ids of a prompt's beginning whose KV is there already in a slot's history.
+
+    Args:
+      slots: consumed (jit with donation). slot: int32 scalar; out of range nothing is written.
+      tokens: ``[S]`` ids. count: int32 scalar, how many of them count.
+    """
+    S = slots.history.shape[1]
+    positions = jnp.arange(S, dtype=jnp.int32)
+    return write_tokens(slots, jnp.full(S, slot), positions, tokens, positions < count)
+
+
 def gather_rows(slots: Slots, slot_ids: jax.Array) -> Rows:
     """Returns the settings of a step's rows by name.
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.intake import Check
 from jaxinfer.engine.protocol import StepResult, TokenLogprobs
 from jaxinfer.schedule.pages import PagePool
 from jaxinfer.schedule.plan import Admission, Plan
+from jaxinfer.schedule.prefix import PrefixCache
+from jaxinfer.schedule.sampling_params import DRAWS
 from jaxinfer.schedule.scheduler import Scheduler, SchedulerConfig
 from jaxinfer.text import Tokenizer
 
@@ -119,13 +123,24 @@ def make_engine(
     *,
     num_pages: int = 256,
     eos_ids: Sequence[int] = (EOS,),
-    **limits: int,
+    draws: Sequence[str] = DRAWS,
+    check: Check | None = None,
+    prefix_caching: bool = False,
+    **limits: Any,
 ) -> tuple[Engine, ScriptRunner]:
     """An engine over a script, one for all requests or one by request id and choice."""
     runner = ScriptRunner(script if callable(script) else lambda *_: script)
     config = {"max_num_seqs": 8, "max_len": 1024, "max_num_batched_tokens": 256} | limits
-    scheduler = Scheduler(SchedulerConfig(**config), PagePool(num_pages, 16))
+    pool = PagePool(num_pages, 16)
+    scheduler = Scheduler(SchedulerConfig(**config), pool, PrefixCache(pool, enabled=prefix_caching))
     engine = Engine(
-        scheduler, runner, tokenizer or TableTokenizer(), vocab_size=VOCAB, eos_ids=eos_ids, clock=Clock()
+        scheduler,
+        runner,
+        tokenizer or TableTokenizer(),
+        vocab_size=VOCAB,
+        eos_ids=eos_ids,
+        draws=draws,
+        check=check,
+        clock=Clock(),
     )
     return engine, runner

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ class PoolingRunner(ScriptRunner):
         return np.array([[piece.tokens[-1], 1], [sum(piece.tokens), len(piece.tokens)]], np.float32)
 
 
-def make_pooling_engine(**limits: int) -> tuple[Engine, PoolingRunner]:
+def make_pooling_engine(**limits: Any) -> tuple[Engine, PoolingRunner]:
     engine, _ = make_engine([65], **limits)
     runner = PoolingRunner(lambda *_: [65])
     engine.runner = runner
@@ -93,7 +94,7 @@ def test_what_cannot_be_embedded_is_refused():
     engine.run_until_done()
     with pytest.raises(RuntimeError, match="no embedding"):
         handle.embedding()
-    engine.draws = ("sample", "score")
+    engine, _ = make_pooling_engine(draws=("sample", "score"))
     with pytest.raises(ValueError, match="asks for embed"):
         engine.submit("a", pooling="last")
 

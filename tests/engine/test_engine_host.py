@@ -380,8 +380,7 @@ def test_what_can_be_checked_is_checked_at_the_door(prompt: list[int], params: d
 def test_a_draw_that_the_run_does_not_serve_is_refused(
     draws: tuple[str, ...], params: SamplingParams, missing: str | None
 ):
-    engine, _ = make_engine([EOS])
-    engine.draws = draws
+    engine, _ = make_engine([EOS], draws=draws)
     if missing is None:
         engine.submit("a", params)
     else:
@@ -446,7 +445,6 @@ def test_an_abort_that_overtakes_its_request_is_ignored():
 
 
 def test_a_request_that_the_device_cannot_hold_is_refused_at_the_door():
-    engine, runner = make_engine(ids("abc"))
     seen = []
 
     def check(params: SamplingParams, stop_ids: Collection[int]) -> None:
@@ -454,7 +452,7 @@ def test_a_request_that_the_device_cannot_hold_is_refused_at_the_door():
         if len(stop_ids) > 2:
             raise ValueError("stop_token_ids: too many")
 
-    engine._check = check
+    engine, runner = make_engine(ids("abc"), check=check)
     with pytest.raises(ValueError, match="too many"):
         engine.generate(["a", "b"], [SamplingParams(), SamplingParams(stop_token_ids=[7, 8])])
     assert seen == [{EOS}, {EOS, 7, 8}]

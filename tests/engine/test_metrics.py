@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxinfer.engine.metrics import RequestMetrics, summarize
+from jaxinfer.engine.metrics import Histogram, RequestMetrics, summarize
 from jaxinfer.schedule.sampling_params import SamplingParams
 from tests.engine.fakes import make_engine
 
@@ -10,11 +10,22 @@ from tests.engine.fakes import make_engine
 def test_times_of_a_request_are_those_of_the_clock():
     engine, _ = make_engine([97, 98, 99])
     (output,) = engine.generate(["p"], SamplingParams(max_tokens=3))
-    # The clock is read at submission, admission, each commit, and the end.
+    # The clock is read at submission (1), at each plan (2, 3, 5, 7) and commit (4, 6, 8), and at the end (9).
     metrics = output.metrics
-    assert (metrics.arrival, metrics.first_scheduled, metrics.finished) == (1.0, 2.0, 6.0)
-    assert (metrics.first_token, metrics.last_token) == (3.0, 5.0)
-    assert (metrics.ttft, metrics.itl) == (2.0, [1.0, 1.0])
+    assert (metrics.arrival, metrics.first_scheduled, metrics.finished) == (1.0, 2.0, 9.0)
+    assert (metrics.first_token, metrics.last_token) == (4.0, 8.0)
+    assert (metrics.ttft, metrics.itl) == (3.0, [2.0, 2.0])
+    totals = engine.metrics
+    found = (totals.ttft, totals.itl, totals.e2e, totals.queue_time, totals.prefill_time, totals.decode_time)
+    assert [(one.count, one.total) for one in found] == [(1, 3), (2, 4), (1, 8), (1, 1), (1, 2), (1, 4)]
+    assert (totals.iteration_tokens.count, totals.iteration_tokens.total) == (3, 3)
+
+
+def test_a_histogram_counts_up_to_and_with_its_bounds():
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.0, 2.5, 99.0):
+        histogram.add(value)
+    assert (histogram.counts, histogram.count, histogram.total) == ([2, 2, 2], 6, 106.5)
 
 
 def test_nothing_is_known_of_what_has_not_begun():
