@@ -195,8 +195,12 @@ def _read_arguments(where: str, call: Mapping[str, Any]) -> dict[str, Any]:
         return dict(call)
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}.function.arguments: not valid JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise ValueError(
+            f"{where}.function.arguments: got {type(arguments).__name__}, expected a JSON object"
+        )
     return {**call, "function": {**function, "arguments": arguments}}
 
 

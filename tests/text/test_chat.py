@@ -233,3 +233,36 @@ def test_variables_may_have_any_other_name(tmp_path: Path) -> None:
     tokenizer = byte_level(tmp_path, chat_template="{{ template }}{{ tokenizer }}")
     ids = encode_chat(tokenizer, HI, chat_template_kwargs={"template": "a", "tokenizer": "b"})
     assert tokenizer.decode(ids) == "ab"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("[1]", r"messages\[0\].tool_calls\[0\].function.arguments: got list, expected a JSON object"),
+        ("7", "got int"),
+        ('{"a":' * 100_000, "not valid JSON"),
+    ],
+)
+def test_arguments_of_a_call_that_are_no_object_are_refused(arguments: str, says: str) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    with pytest.raises(ValueError, match=says):
+        render_chat("{{ messages }}", [{"role": "assistant", "content": None, "tool_calls": [call]}])
+
+
+def test_a_turn_of_tools_is_rendered_as_the_openai_api_sends_it() -> None:
+    """Content null beside calls, arguments in a string, a tool's answer in parts; pictures are refused by name."""
+    template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+        "{% for c in m.tool_calls %}{{ c.id }}={{ c.function.arguments.city }}{% endfor %};{% endfor %}"
+    )
+    call = {"id": "call_1", "type": "function", "function": {"name": "w", "arguments": '{"city": "Ulm"}'}}
+    parts = [{"type": "text", "text": "9 "}, {"type": "text", "text": "degrees"}]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": parts},
+    ]
+    assert render_chat(template, messages) == "user:?;assistant:call_1=Ulm;tool:9 degrees;"
+    picture = {"type": "image_url", "image_url": {"url": "data:"}}
+    with pytest.raises(ValueError, match=r"messages\[0\].content\[1\]: got type 'image_url'"):
+        render_chat(template, [{"role": "user", "content": [*parts[:1], picture]}])
