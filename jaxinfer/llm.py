@@ -37,7 +37,6 @@ ALIASES = {"dtype": "policy", "block_size": "page_size"}
 NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "data_parallel_size": ((1,), ""),
     "enable_chunked_prefill": ((True, None), "prompts are always cut to what a step holds"),
-    "enable_prefix_caching": ((False, None), ""),
     "enforce_eager": ((False,), "every step is compiled"),
     "gpu_memory_utilization": ((), "give the cache's share of the device as kv_memory='50%'"),
     "kv_cache_dtype": (("auto",), "give it as policy='compute=bfloat16,kv=float16'"),
@@ -83,6 +82,8 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
             raise ValueError(f"{name}: got {value!r}, must be a list")
         return tuple(tuple(item) if isinstance(item, list | tuple) else item for item in value)
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if float in kinds and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
         raise ValueError(f"{name}: got {value!r}, must be {names}")

@@ -19,11 +19,22 @@ from jaxinfer.server.config import KEYS as SERVER_KEYS
 # Where each choice of a run lives, by its key in the section. RunConfig's own names but for the model's.
 RUN_SECTIONS: dict[str, dict[str, str]] = {
     "model": {"name": "model", "policy": "policy", "max_model_len": "max_model_len"},
-    "cache": {"page_size": "page_size", "kv_memory": "kv_memory"},
+    "cache": {
+        "page_size": "page_size",
+        "kv_memory": "kv_memory",
+        "enable_prefix_caching": "enable_prefix_caching",
+        "host_cache_bytes": "host_cache_bytes",
+    },
     "schedule": {
         "max_num_seqs": "max_num_seqs",
         "max_num_batched_tokens": "max_num_batched_tokens",
+        "mixed_prefill_tokens": "mixed_prefill_tokens",
         "num_decode_steps": "num_decode_steps",
+        "scheduling_policy": "scheduling_policy",
+        "ageing_s": "ageing_s",
+        "window_ms": "window_ms",
+        "max_num_waiting": "max_num_waiting",
+        "preemption_mode": "preemption_mode",
     },
     "run": {
         "attention": "attention",
@@ -36,7 +47,17 @@ RUN_SECTIONS: dict[str, dict[str, str]] = {
 CHAT_KEYS = ("system", "template", "template_kwargs")
 SECTIONS = (*RUN_SECTIONS, "chat", "sampling", "server", "bench")
 # Keys whose value is text as it stands, so that `--set model.name=123` needs no quotes.
-_TEXTS = {"model.name", "model.policy", "cache.kv_memory", "run.attention", "chat.system", "chat.template"}
+_TEXTS = {
+    "model.name",
+    "model.policy",
+    "cache.kv_memory",
+    "cache.host_cache_bytes",
+    "schedule.scheduling_policy",
+    "schedule.preemption_mode",
+    "run.attention",
+    "chat.system",
+    "chat.template",
+}
 _TEXTS |= {"bench.input_len", "bench.output_len"}  # 10:30 is a time of day in newer TOML
 _TEXTS |= {"server.host", "server.api_key_file"}
 _WORDS: dict[str, Any] = {"true": True, "false": False, "none": None, "null": None}

@@ -80,6 +80,7 @@ def fit_run(model: Model, num_prompt: int, params: SamplingParams) -> dict[str, 
     max_len = min(max(power_of_two(wanted), _LEAST_LEN), model.cfg.max_len)
     return {
         "max_num_seqs": params.n,
+        "enable_prefix_caching": params.n > 1,  # one request has nobody to share with
         "prefill_buckets": ((1, chunk),),
         "max_model_len": max_len,
         "draws": draws_of(model, params),
