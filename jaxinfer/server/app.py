@@ -13,6 +13,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from jaxinfer.server import chat, completions, others
 from jaxinfer.server.errors import install
 from jaxinfer.server.gate import Gate
+from jaxinfer.server.live import make_live_router
 from jaxinfer.server.service import Service
 
 ABOUT = (
@@ -59,6 +60,7 @@ def make_app(service: Service) -> FastAPI:
     app.openapi = partial(_describe, app.openapi)
     for room in (completions, chat, others):
         app.include_router(room.router)
+    app.include_router(make_live_router(service.engine))
     install(app)
     app.add_middleware(Gate, service=service)
     if service.config.cors_origins:

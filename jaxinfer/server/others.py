@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from jaxinfer.server.errors import ApiError, json_response, unavailable
+from jaxinfer.server.prometheus import render
 from jaxinfer.server.protocol import ChatFields, DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 from jaxinfer.server.service import Service, of_state
 from jaxinfer.server.work import all_or_none, or_leave
@@ -44,11 +45,17 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
             service.async_engine.embed(
                 ids,
                 pooling=body.pooling or "last",
+                priority=body.priority or 0,
                 request_id=name if len(prompts) == 1 else f"{name}-{i}",
             )
             for i, ids in enumerate(prompts)
         ]
-        results = await or_leave(request.receive, all_or_none(work))
+        try:
+            results = await or_leave(request.receive, all_or_none(work))
+        except ApiError as error:
+            if error.status == 500 and service.draining:  # what ends without an answer then was ended
+                raise unavailable("the server ended this request before it was done", "aborted") from error
+            raise
     count = sum(num_prompt_tokens for _, num_prompt_tokens in results)
     request.state.tokens = count, 0
     data = [
@@ -122,6 +129,14 @@ async def ready(request: Request) -> Response:
         code = "shutting_down" if service.draining else "engine_failed"
         raise unavailable("the server takes no requests", code)
     return json_response({"status": "ready"})
+
+
+@router.get("/metrics", summary="Tell the engine's numbers to Prometheus")
+async def metrics(request: Request) -> Response:
+    """Answers in Prometheus' text format."""
+    service = of_state(request)
+    text, kind = render(service.engine, model_name=service.config.model_names[0])
+    return Response(text, headers={"Content-Type": kind})
 
 
 @router.get("/debug/prefix", summary="Tell why a prompt was, or was not, in the prefix cache")

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from jaxinfer.schedule.sampling_params import MAX_LOGPROBS
+
 TokenIds = list[int]
 Prompts = str | list[str] | TokenIds | list[TokenIds]
 
@@ -22,6 +24,12 @@ def refused(what: str) -> Any:
 def no_effect(what: str) -> Any:
     """Returns the field of a name that says nothing about the answer."""
     return Field(default=None, description=f"{what}; accepted, without effect on the answer")
+
+
+def within(low: float | None = None, high: float | None = None) -> Any:
+    """Returns a field that is described with its limits; `SamplingParams` holds them."""
+    limits = {"minimum": low, "maximum": high}
+    return Field(default=None, json_schema_extra={k: v for k, v in limits.items() if v is not None})
 
 
 class Body(BaseModel):
@@ -41,26 +49,26 @@ class StreamOptions(Body):
 class SamplingFields(Body):
     """Fields that `SamplingParams` reads under the same names; their limits are checked there."""
 
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    n: int | None = within(1, 1024)
+    temperature: float | None = within(0)
+    top_p: float | None = within(0, 1)
+    top_k: int | None = within(-1)
+    min_p: float | None = within(0, 1)
+    presence_penalty: float | None = within(-2, 2)
+    frequency_penalty: float | None = within(-2, 2)
+    repetition_penalty: float | None = within(1e-3, 1e3)
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: TokenIds | None = None
     logit_bias: dict[str, float] | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
+    max_tokens: int | None = within(0)
+    min_tokens: int | None = within(0)
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: list[str] | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = within(0, MAX_LOGPROBS)
     do_sample: bool | None = None
     spaces_between_special_tokens: Literal[True] | None = None
     truncate_prompt_tokens: None = refused("cutting prompts")
@@ -106,7 +114,7 @@ class CompletionRequest(RequestFields, SamplingFields):
     prompt: Prompts
     best_of: Annotated[int, Field(ge=1)] | None = None
     echo: bool | None = None
-    logprobs: int | None = Field(default=None, description="likeliest tokens to report at each position")
+    logprobs: int | None = within(0, MAX_LOGPROBS)
     suffix: None = refused("insertion")
     response_format: ResponseFormat | None = None
     add_special_tokens: bool | None = Field(
@@ -182,9 +190,9 @@ class ChatFields(Body):
 class ChatRequest(ChatFields, RequestFields, SamplingFields):
     """Body of /v1/chat/completions."""
 
-    max_completion_tokens: int | None = None
+    max_completion_tokens: int | None = within(1)
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: int | None = within(0, MAX_LOGPROBS)
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     response_format: ResponseFormat | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import threading
@@ -50,7 +51,7 @@ def url_of(taken: socket.socket) -> str:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, that answers SIGTERM and Ctrl-C by draining first; a second one ends at once.
+    """uvicorn, that answers SIGTERM and Ctrl-C by draining first; a second one ends what runs, a third the process.
 
     Args:
       service: what is served. on_ready: called once requests are taken.
@@ -69,6 +70,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._service, self._on_ready = service, on_ready
         self._draining: asyncio.Task[None] | None = None
+        self._stops = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Opens the socket and says so."""
@@ -91,11 +93,14 @@ class Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def stop(self) -> None:
-        """Drains and ends; called again, ends at once. Belongs to the event loop's thread."""
+        """Drains and ends; called again, ends what runs; once more, ends the process. For the event loop's thread."""
+        self._stops += 1
         if self._draining is None:
             self._draining = asyncio.ensure_future(self._drain())
-        else:
-            self.should_exit = self.force_exit = True
+        elif self._stops == 2:
+            self._service.hurry()
+        else:  # something hangs, and whoever asks three times means it
+            os._exit(1)
 
     async def _drain(self) -> None:
         try:

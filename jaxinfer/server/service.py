@@ -24,6 +24,7 @@ T = TypeVar("T")
 # Characters that are encoded on the event loop: a millisecond. Longer texts go to a thread.
 LONG_TEXT = 4096
 ENCODE_THREADS = 2
+DRAIN_LOOK_SECONDS = 0.02
 
 
 class Service:
@@ -46,7 +47,7 @@ class Service:
         self.config = config
         self.defaults = defaults
         self.family = family
-        self.draining = False
+        self.draining = self._hurried = False
         self.started = int(time.time())
         self._threads = ThreadPoolExecutor(ENCODE_THREADS, "jaxinfer-encode")
         self._live: set[str] = set()
@@ -72,9 +73,16 @@ class Service:
         return not self.draining and self.engine.failure is None
 
     async def drain(self, seconds: float) -> None:
-        """Takes no more requests, and returns once none runs or, after ``seconds``, all that did were ended."""
-        self.draining = True
-        await self.async_engine.drain(seconds)
+        """Takes no more requests, and returns once none runs or, after ``seconds`` or `hurry`, all were ended."""
+        self.draining = self.engine.draining = True
+        give_up = time.monotonic() + seconds
+        while self.engine.has_work and time.monotonic() < give_up and not self._hurried:
+            await asyncio.sleep(DRAIN_LOOK_SECONDS)
+        await asyncio.to_thread(self.async_engine.drain, 0)
+
+    def hurry(self) -> None:
+        """Makes a drain end what runs now."""
+        self._hurried = True
 
     def check_model(self, name: str | None) -> str:
         """Returns what answers call the model.
