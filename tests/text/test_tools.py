@@ -176,6 +176,13 @@ def test_json_that_no_call_begins_with_streams_as_it_comes():
     assert parser.push('": "D') == [TextAdded('": "D')]
 
 
+def test_a_name_without_end_is_no_name():
+    parser = tools.MISTRAL.parser()
+    assert parser.push("[TOOL_CALLS]" + "a" * 256) == []
+    assert parser.push("a") == [TextAdded("[TOOL_CALLS]" + "a" * 257)]
+    assert run(tools.MISTRAL, ["[TOOL_CALLS]" + "a" * 257 + "{}"])[2] == []
+
+
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
 def test_only_functions_on_offer_are_called(format: ToolFormat):
     answer = f"{format.open}[{WEATHER}]{format.close}"
