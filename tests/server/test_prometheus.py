@@ -151,7 +151,7 @@ def test_gauges_follow_what_runs():
 def test_counters_never_fall():
     engine, _ = make_engine(b"ab", num_pages=12, max_num_seqs=4)  # few pages: rows are preempted
     for _ in range(4):
-        engine.submit(PROMPT[:40], SamplingParams(max_tokens=60, ignore_eos=True))
+        engine.submit(PROMPT[:40], SamplingParams(max_tokens=30, ignore_eos=True))
     _, before = scrape(engine)
     while engine.has_work:
         engine.step()
