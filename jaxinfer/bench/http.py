@@ -1,7 +1,8 @@
 """HTTP/1.1 for a load generator: what a token of a stream costs here is taken from the server beside it.
 
-An `asyncio.Protocol` that parses an answer where it arrives. At 16 streams that is a seventh of the processor time
-of httpx. It follows no redirects and uses no proxy, and asks for no compression.
+An `asyncio.Protocol` that parses an answer where it arrives. At 16 streams of 100 chunks a second a chunk takes 0.12 ms
+of processor time, as with http.client in a thread a stream, where httpx takes 0.33 ms. It follows no redirects, uses
+no proxy and asks for no compression.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def make_record(targets: Sequence[Target], config: BenchConfig, command: str) ->
         "command": command,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "hardware": describe(),
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": versions(),
         "load": dict(config.given),
         "targets": [_record_target(target) for target in targets],
     }
@@ -130,8 +130,9 @@ def _record_result(result: Result) -> dict[str, Any]:
     return fields
 
 
-def _versions() -> dict[str, str]:
-    found = {}
+def versions() -> dict[str, str]:
+    """Returns Python's version and those of the libraries that a measurement depends on."""
+    found = {"python": platform.python_version()}
     for name in _LIBRARIES:
         try:
             found[name] = version(name)

@@ -1,0 +1,77 @@
+"""The cases that need no model, and the table and record around all of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts import bench_serve, serve_cases, serve_peers
+from scripts.serve_cases import Finding, Outcome
+
+
+@pytest.fixture
+def args() -> argparse.Namespace:
+    args = bench_serve.make_parser().parse_args([])
+    args.say, args.scale = lambda _: None, lambda count: max(16, count // 10)
+    return args
+
+
+def test_findings_are_held_to_their_targets():
+    assert Finding("a", 4.0, most=4.0).passed is True
+    assert Finding("a", 4.1, most=4.0).passed is False
+    assert Finding("a", 1.2, least=1.2).passed is True
+    assert Finding("a", 1.1, least=1.2).passed is False
+    assert Finding("a", 9.9).passed is None
+
+
+def test_waste_is_counted_from_the_scheduler(args: argparse.Namespace):
+    """Half a page a row is unfilled on average: 8 of some 300 tokens; a row of the context wastes most of it."""
+    pages, context, planned = (finding.got for finding in serve_cases.waste(args).findings)
+    assert 1.0 < pages < 4.0
+    assert pages < planned < context < 95.0
+
+
+def test_plans_are_timed_at_full_rows():
+    times = serve_cases.time_plans(4, 20, 30)
+    assert times.shape == (20,)
+    assert (times > 0).all()
+
+
+def test_paced_engine_answers_any_prompt(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(serve_peers, "STEP_SECONDS", 0.0)
+    engine = serve_peers.PacedRunner.make_engine()
+    (output,) = engine.generate([[31_999, 5]], serve_cases.GREEDY.replace(max_tokens=4))
+    assert len(output.outputs[0].token_ids) == 4
+
+
+def test_other_cases_go_on_when_one_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    def fail(_: argparse.Namespace) -> Outcome:
+        raise RuntimeError("no server")
+
+    monkeypatch.setitem(serve_cases.CASES, "http", fail)
+    monkeypatch.setitem(
+        serve_cases.CASES, "host", lambda _: Outcome([Finding("mean", 1.5, "ms", most=1.0)], ["a note"])
+    )
+    path = tmp_path / "serve.json"
+    assert bench_serve.main(["--cases", "http,host", "--output", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert "note: http: did not run: RuntimeError: no server" in out
+    assert "note: host: a note" in out
+    line = next(line for line in out.splitlines() if line.startswith("host"))
+    assert line.split() == ["host", "mean", "1.50", "ms", "<=", "1", "FAIL"]
+    record = json.loads(path.read_text())
+    assert record["schema"] == bench_serve.SCHEMA
+    assert record["cases"]["host"]["findings"][0]["passed"] is False
+    assert "http" not in record["cases"]
+
+
+@pytest.mark.parametrize("text", ["", "waste,speed"])
+def test_unknown_cases_are_named(capsys: pytest.CaptureFixture[str], text: str):
+    with pytest.raises(SystemExit):
+        bench_serve.main(["--cases", text])
+    assert "must be of waste,prefix,stall,ferry,llama_server,host,http" in capsys.readouterr().err
