@@ -167,7 +167,15 @@ function send() {
   const text = message.value;
   if (running || !text.trim() || refuseSettings()) return;
   message.value = "";
+  grow();
   ask(text);
+}
+
+/** Makes the field as tall as its text, where the style sheet cannot. */
+function grow() {
+  if (CSS.supports("field-sizing", "content")) return;
+  message.style.height = "auto";
+  message.style.height = `${message.scrollHeight + 2}px`;
 }
 
 /** Shows the first setting that cannot be sent. */
@@ -209,6 +217,7 @@ export function startChat(show) {
       send();
     }
   });
+  message.addEventListener("input", grow);
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && running) stop();
   });
