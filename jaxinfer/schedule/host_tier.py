@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from jaxinfer.schedule.request import Request
 
@@ -59,12 +59,15 @@ class HostTier:
             self._pinned.setdefault(request, []).append(key)
         return True
 
+    def hold(self, keys: Iterable[bytes]) -> None:
+        """Keeps what is about to be loaded from giving way within this plan."""
+        for key in keys:
+            self._slot_of.move_to_end(key)
+            self._busy.add(self._slot_of[key])
+
     def load(self, key: bytes, page: int) -> None:
-        """Orders a copy back to a page of the device; the host keeps its own."""
-        slot = self._slot_of[key]
-        self._slot_of.move_to_end(key)
-        self._loads.append((slot, page))
-        self._busy.add(slot)
+        """Orders a copy of a key that is held back to a page of the device; the host keeps its own."""
+        self._loads.append((self._slot_of[key], page))
         self._fresh.add(page)
 
     def unpin(self, request: Request) -> None:

@@ -101,7 +101,9 @@ class PrefixCache:
     def take(self, request: Request, match: Match) -> None:
         """Gives a request the pages of its match, and notes those that its prefill will fill."""
         keys = self._keys(request, match.limit)
-        self.pool.retain([page for page in match.pages if page >= 0])  # first, or `alloc` might evict them
+        # First of all, or what `alloc` evicts might be these very pages, or take their place on the host.
+        self.pool.retain([page for page in match.pages if page >= 0])
+        self.host.hold([key for key, page in zip(keys, match.pages, strict=False) if page < 0])
         for key, page in zip(keys, match.pages, strict=False):
             if page < 0:
                 (page,) = self.pool.alloc(1)

@@ -7,6 +7,8 @@ a broken chain. Its sampled id depends on the whole chain and the seed, so outpu
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from jaxinfer.schedule.plan import Plan
@@ -41,9 +43,10 @@ def solo(prompt: tuple[int, ...], seed: int, count: int, stop_ids: frozenset[int
 class FakeDevice:
     """Runs plans at once and returns token rows; `AssertionError` is a fault of the scheduler."""
 
-    def __init__(self, num_slots: int, num_pages: int, page_size: int):
+    def __init__(self, num_slots: int, num_pages: int, page_size: int, num_host_pages: int = 0):
         self.page_size = page_size
         self.cells = np.zeros((num_pages, page_size), object)
+        self.host = np.zeros((num_host_pages, page_size), object)
         self.histories: list[list[int]] = [[] for _ in range(num_slots)]
         self.seeds = [0] * num_slots
         self.num_tokens = 0
@@ -52,11 +55,19 @@ class FakeDevice:
         table = plan.page_table.copy()
         slots = [row.slot for row in (*plan.decode, *plan.prefill)]
         assert len(set(slots)) == len(slots), "a slot runs twice in one plan"
-        pages = [page for slot in slots for page in table[slot] if page < len(self.cells)]
-        assert len(set(pages)) == len(pages), "two rows share a page"
+        holders = Counter(page for slot in slots for page in table[slot] if page < len(self.cells))
+        for page, slot in plan.saves:
+            self.host[slot] = self.cells[page]
+        for slot, page in plan.loads:
+            self.cells[page] = self.host[slot]
         for admission in plan.admitted:
-            self.histories[admission.slot] = []
+            self.histories[admission.slot] = list(admission.cached)
             self.seeds[admission.slot] = admission.seed
+        # What a row finds must be there before the plan writes anything: nobody may count on this very plan.
+        for slot, start in [(r.slot, r.position) for r in plan.decode] + [
+            (p.slot, p.start) for p in plan.prefill
+        ]:
+            self._verified(table[slot], slot, start - 1)
         for piece in plan.prefill:
             history = self.histories[piece.slot]
             assert piece.start == len(history)
@@ -76,6 +87,7 @@ class FakeDevice:
                 chain = self._cell(table[slot], position - 1) if position else 0
                 page = table[slot, position // self.page_size]
                 assert page < len(self.cells), f"slot {slot} has no page for position {position}"
+                assert holders[page] == 1, f"slot {slot} writes to a page that another row reads"
                 self.cells[page, position % self.page_size] = extend(chain, self.histories[slot][position])
             for result, (slot, position) in zip(results, reads, strict=True):
                 token = sample(self._verified(table[slot], slot, position + substep), self.seeds[slot])

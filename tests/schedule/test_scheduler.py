@@ -1,69 +1,15 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from jaxinfer.schedule.pages import PagePool
-from jaxinfer.schedule.plan import Plan
 from jaxinfer.schedule.request import Request, RequestRefused, RequestSpec
 from jaxinfer.schedule.sampling_params import SamplingParams
-from jaxinfer.schedule.scheduler import Scheduler, SchedulerConfig
-from tests.schedule.fake_device import EOS, VOCAB, FakeDevice, solo
-
-PAGE = 4
-
-
-def make(num_pages: int = 64, page_size: int = PAGE, **limits: int) -> Scheduler:
-    config = {"max_num_seqs": 4, "max_len": 64, "max_num_batched_tokens": 32} | limits
-    return Scheduler(SchedulerConfig(**config), PagePool(num_pages, page_size))
-
-
-def spec(request_id: str, num_prompt: int = 3, num_new: int = 4, **fields) -> RequestSpec:
-    prompt = tuple(range(1, num_prompt + 1))
-    fields = {"params": SamplingParams(max_tokens=num_new), "max_new_tokens": num_new} | fields
-    return RequestSpec(request_id, fields.pop("prompt", prompt), **fields)
-
-
-class House:
-    """A scheduler and a fake device, with commits ``lag`` plans late."""
-
-    def __init__(self, scheduler: Scheduler, *, lag: int = 1):
-        self.scheduler = scheduler
-        self.device = FakeDevice(
-            scheduler.config.max_num_seqs, scheduler.pool.num_pages, scheduler.pool.page_size
-        )
-        self.lag = lag
-        self.flight: deque[tuple[Plan, list[list[int]]]] = deque()
-        self.ended: list[Request] = []
-        self.plans: list[Plan] = []
-
-    def step(self) -> bool:
-        plan = self.scheduler.schedule()
-        if plan is not None:
-            self.plans.append(plan)
-            self.flight.append((plan, self.device.run(plan)))
-        assert plan or self.flight or not self.scheduler.has_work, "stuck: work, and nothing runs"
-        if self.flight and (len(self.flight) > self.lag or plan is None):
-            updates = self.scheduler.commit(*self.flight.popleft())
-            assert all(update.num_tokens > 0 for update in updates)
-            self.ended += [update.request for update in updates if update.request.finish_reason]
-        self.scheduler.check_invariants()
-        return self.scheduler.has_work
-
-    def run(self) -> list[Request]:
-        while self.step():
-            pass
-        assert not self.scheduler.has_work
-        assert self.scheduler.pool.num_used == 0
-        return self.ended
-
-
-def expected(request: Request) -> list[int]:
-    spec = request.spec
-    return solo(spec.prompt, spec.seed, spec.max_new_tokens, spec.stop_ids)
+from tests.schedule.fake_device import EOS, VOCAB, solo
+from tests.schedule.house import PAGE, House, expected, make, spec
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
@@ -102,7 +48,7 @@ def test_decode_rows_come_first_and_prefill_fills_the_budget():
 
 
 @pytest.mark.parametrize(("limits", "cuts"), [({"prefill_chunk": 4}, [4, 4, 1]), ({}, [9])])
-def test_prefill_chunks(limits: dict[str, int], cuts: list[int]):
+def test_prefill_chunks(limits: dict[str, Any], cuts: list[int]):
     house = House(make(**limits))
     request = house.scheduler.add(spec("a", num_prompt=9))
     house.run()
@@ -308,7 +254,7 @@ def test_commits_out_of_order_are_refused():
         ({"num_decode_steps": 0}, "num_decode_steps"),
     ],
 )
-def test_limits_are_checked(limits: dict[str, int], words: str):
+def test_limits_are_checked(limits: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words):
         make(**limits)
 
