@@ -103,18 +103,27 @@ class AsyncEngine:
         normalize: bool = True,
         request_id: str | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
+        timeout: float | None = None,
     ) -> tuple[list[float], int]:
         """Returns a hidden state of one prompt and the prompt's tokens; being cancelled aborts it.
 
         Args:
-          prompt, request_id, priority: see `Engine.submit`.
+          prompt, request_id, priority, cache_salt, timeout: see `Engine.submit`.
           pooling: of the final normed stream, that at the ``last`` token or the ``mean``.
           normalize: scale it to length 1.
 
         Raises:
           ValueError, EngineError: see `stream`. TimeoutError, RuntimeError: see `Handle.embedding`.
         """
-        handle = self.engine.prepare(prompt, request_id=request_id, priority=priority, pooling=pooling)
+        handle = self.engine.prepare(
+            prompt,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            timeout=timeout,
+            pooling=pooling,
+        )
         async with contextlib.aclosing(self._follow(handle)) as deltas:
             async for _ in deltas:
                 pass

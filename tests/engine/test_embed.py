@@ -150,3 +150,15 @@ def test_an_embedding_that_is_cancelled_frees_its_pages():
     asyncio.run(run())
     assert engine.metrics.finished == {"abort": 1, "length": 1}
     assert engine.scheduler.pool.num_used == 0
+
+
+def test_an_embedding_whose_time_is_over_says_so():
+    engine, runner = make_pooling_engine(num_pages=4096, max_len=65536, max_num_batched_tokens=16)
+
+    async def run() -> None:
+        with AsyncEngine(engine) as door, pytest.raises(TimeoutError, match="timeout"):
+            await door.embed([65] * 60_000, timeout=500, cache_salt="mine")
+
+    asyncio.run(run())
+    assert engine.metrics.finished == {"timeout": 1}
+    assert runner.starts  # it ran, and not to its end

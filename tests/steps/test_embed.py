@@ -11,7 +11,7 @@ from jaxinfer.arrays.precision import Policy
 from jaxinfer.arrays.specs import random_params
 from jaxinfer.model.cache import init_cache
 from jaxinfer.model.decoder import Static, param_specs, stack_layers, stack_sizes
-from jaxinfer.steps.compiled import Shape, StepTable
+from jaxinfer.steps.compiled import Compiled, Shape, StepTable
 from jaxinfer.steps.embed import embed_prompt
 from jaxinfer.steps.slots import SlotCaps, init_slots
 from jaxinfer.steps.steps import PrefillRows
@@ -48,23 +48,23 @@ def test_a_narrow_stream_is_summed_in_float32():
     np.testing.assert_array_equal(got[0, :, 0], [0.5, 1000.5])
 
 
-@pytest.mark.parametrize("draws", [("greedy",), ("greedy", "embed")])
-def test_a_table_compiles_it_where_a_run_serves_it(draws: tuple[str, ...]):
+def test_a_table_compiles_it_where_a_run_serves_it():
     cfg, policy = replace(LLAMA, layers=LLAMA.layers[:1]), Policy.parse("float32")
     sizes = stack_sizes(cfg, 1)
     params = stack_layers(dict(random_params(param_specs(cfg), 0, jnp.dtype(jnp.float32))), sizes)
     cache = init_cache(cfg, policy, sizes, 4, 16)
     table = StepTable(Static(cfg, policy), params, cache, init_slots(2, 32, cfg.vocab_size, SlotCaps()))
-    shape = Shape(0, (2, 8), WIDTH)
-    table.compile([shape, Shape(2, (0, 0), WIDTH)], draws)
-    names = [name for name in table.executables if name.startswith("embed")]
-    assert names == (["embed 2x8 over 2 pages"] if "embed" in draws else [])
-    if "embed" in draws:
-        x = jnp.array(np.random.default_rng(1).normal(size=(2, 8, cfg.d_model)), policy.compute_dtype)
-        rows = packed_rows([8, 3], 8)
-        np.testing.assert_allclose(
-            table.embed(shape)(x, rows), jax.jit(embed_prompt)(x, rows), rtol=1e-6, atol=1e-6
-        )
-    else:
-        with pytest.raises(KeyError, match="embed 2x8"):
-            table.embed(shape)
+    shapes = [Shape(0, (2, 8), WIDTH), Shape(2, (2, 8), WIDTH), Shape(2, (0, 0), WIDTH)]
+    name = "embed 2x8 over 2 pages"
+    assert name not in table._wanted(shapes, ("greedy", "sample", "score"))
+    wanted = table._wanted(shapes, ("greedy", "embed"))
+    assert [one for one in wanted if one.startswith("embed")] == [name]
+    with pytest.raises(KeyError, match=name):
+        table.embed(shapes[0])
+    # Compiled by itself, for the model's steps would take seconds.
+    table.executables[name] = Compiled(wanted[name]().compile(), 0.0, 0)
+    x = jnp.array(np.random.default_rng(1).normal(size=(2, 8, cfg.d_model)), policy.compute_dtype)
+    rows = packed_rows([8, 3], 8)
+    np.testing.assert_allclose(
+        table.embed(shapes[1])(x, rows), jax.jit(embed_prompt)(x, rows), rtol=1e-6, atol=1e-6
+    )
