@@ -84,6 +84,8 @@ class BenchConfig:
         urls = [values["url"]] if isinstance(values["url"], str) else values["url"]
         if not isinstance(urls, list | tuple) or not all(isinstance(url, str) for url in urls):
             raise ValueError(f"url: got {urls!r}, must be a URL, or a list of them")
+        if len(urls) > 2 or len(set(urls)) < len(urls):
+            raise ValueError(f"url: got {', '.join(urls)}; give one, or two different ones to compare")
         output_len = Lengths.parse("output_len", values["output_len"])
         arrivals = Arrivals.parse("arrivals", values["arrivals"])
         trace = _trace_of(values["requests"])

@@ -34,8 +34,9 @@ def draw_plot(targets: Sequence[Target], path: str) -> None:
     grid = figure.add_gridspec(1 + num_rows, 2, height_ratios=[1.2, *[1] * num_rows])
     for column, name in enumerate(("ttft", "itl")):
         _draw_distributions(figure.add_subplot(grid[0, column]), targets, name)
+    end = max((result.end for target in targets for result in target.runs[0]), default=0.0)
     for row, (target, colour) in enumerate(zip(targets, _cycle(num_rows), strict=True)):
-        _draw_timeline(figure.add_subplot(grid[1 + row, :]), target, colour)
+        _draw_timeline(figure.add_subplot(grid[1 + row, :]), target, colour, end)
     figure.savefig(path, dpi=120)
 
 
@@ -62,7 +63,7 @@ def _draw_distributions(axes: Axes, targets: Sequence[Target], name: str) -> Non
         label = f"{target.name}: p50 {p50:.1f}, p99 {p99:.1f}"
         axes.step([values[0], *values], shares, where="post", color=colour, label=label)
         axes.axvline(p99, color=colour, linestyle=":", linewidth=1)
-        right = max(right, 1.15 * percentile(values, 0.999))  # the last of all may lie far out
+        right = max(right, 1.5 * p99)  # the last of all may lie far out
     title, unit = {"ttft": ("Time to first token", "requests"), "itl": ("Inter-token latency", "gaps")}[name]
     axes.set(title=title, xlabel="milliseconds (dotted: p99)", ylabel=f"share of {unit}")
     axes.set_xlim(0, right or 1.0)
@@ -71,20 +72,20 @@ def _draw_distributions(axes: Axes, targets: Sequence[Target], name: str) -> Non
     axes.legend(loc="lower right", fontsize=8)
 
 
-def _draw_timeline(axes: Axes, target: Target, colour: str) -> None:
+def _draw_timeline(axes: Axes, target: Target, colour: str, end: float) -> None:
     """A line a request of the first repetition: waiting for the first token pale, then its tokens."""
-    results = target.runs[0][:_MOST_BARS] if target.runs else []
+    results = target.runs[0][:_MOST_BARS]
     for place, result in enumerate(results):
         if result.error is not None:
             axes.plot([result.end], [place], "x", color="#c00000", markersize=4)
             continue
         axes.hlines(place, result.sent, result.times[0], color="#bbbbbb", linewidth=1.6)
         axes.hlines(place, result.times[0], result.end, color=colour, linewidth=1.6)
-    rest = len(target.runs[0]) - len(results) if target.runs else 0
+    rest = len(target.runs[0]) - len(results)
     axes.set(
         title=f"{target.name}: requests over time (grey waits for the first token, x failed)",
         xlabel="seconds after the start",
         ylabel="request" + (f" (first {_MOST_BARS})" if rest else ""),
     )
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 1.02 * end or 1.0)
     axes.invert_yaxis()

@@ -118,7 +118,6 @@ def test_model_runs_here_without_an_endpoint(jaxinfer_cli: CommandLine, tmp_path
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--url", "a", "--url", "b", "--url", "c"], "--url: got 3, give one, or two to compare"),
         (["--output", "run.csv"], "must end in .json"),
         (["--arrival", "all"], "did you mean --arrivals"),
         (["--set", "bench.prefix_length=3"], "did you mean prefix_len"),
@@ -153,6 +152,8 @@ def test_wrong_command_lines_name_the_cure(jaxinfer_cli: CommandLine, args: list
         (["--set", "bench.timeout=0"], "timeout: got 0"),
         (["--set", "bench.seed=a"], "seed: got 'a'"),
         (["--set", "bench.api_key_env=NO_SUCH_KEY"], "the environment has no 'NO_SUCH_KEY'"),
+        (["--url", "a", "--url", "b", "--url", "c"], "url: got a, b, c; give one, or two"),
+        (["--url", "http://a", "--url", "http://a"], "two different ones to compare"),
         (["--url", "localhost:8000"], "url: got 'localhost:8000', must be http://"),
         (["--url", "http://127.0.0.1:1"], "is a server running there?"),
         (["--output", "absent/run.json"], "no such folder"),
