@@ -121,7 +121,7 @@ class Answer(ABC):
         async with aclosing(merge(engine, jobs)) as deltas:
             async for job, delta in deltas:
                 self.completion_tokens += len(delta.token_ids)
-                self._cached[job] = max(self._cached.get(job, 0), getattr(delta, "num_cached_tokens", 0))
+                self._cached[job] = max(self._cached.get(job, 0), delta.num_cached_tokens)
                 check_ends([(delta.finish_reason, delta.error)], self.completion_tokens > 0)
                 for piece in self.pieces(job, delta):
                     yield piece
@@ -140,7 +140,7 @@ class Answer(ABC):
 
     def _count(self, outputs: list[RequestOutput]) -> None:
         self.completion_tokens = sum(len(c.token_ids) for output in outputs for c in output.outputs)
-        self._cached = {i: getattr(output, "num_cached_tokens", 0) for i, output in enumerate(outputs)}
+        self._cached = {i: output.num_cached_tokens for i, output in enumerate(outputs)}
 
     def _usage(self) -> dict[str, Any]:
         usage = usage_of(self.prompt_tokens, self.completion_tokens, sum(self._cached.values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,6 +15,7 @@ from jaxinfer.server.errors import ApiError
 from jaxinfer.server.logprobs import chat_logprobs, prompt_logprobs
 from jaxinfer.server.protocol import ChatRequest
 from jaxinfer.server.service import Service, of_state
+from jaxinfer.text.tools import CallBegun, Event, TextAdded, ToolFormat, ToolParser, gather
 
 router = APIRouter()
 
@@ -24,9 +26,39 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     service = of_state(request)
     service.check_model(body.model)
     params = _params_of(service, body)
-    ids = await service.encode_chat(body)
+    tools = _tools_of(service, body)
+    if tools is not None and tools.format.needs_special_tokens:
+        if body.skip_special_tokens:
+            message = (
+                "skip_special_tokens: must not be true with tools, for special tokens mark this model's calls"
+            )
+            raise ApiError(400, message, param="skip_special_tokens")
+        params = params.replace(skip_special_tokens=False)
+    ids = await service.encode_chat(body, body.tools if tools else None)
     service.check_choices(params.n, "n")
-    return await Chat(service, body, request, [ids], params).respond()
+    return await Chat(service, body, request, ids, params, tools).respond()
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What the model may call, and how it says so. Attributes: format, names: of the functions."""
+
+    format: ToolFormat
+    names: frozenset[str]
+
+    def parser(self) -> ToolParser:
+        """Returns a parser for one answer."""
+        return self.format.parser(names=self.names)
+
+
+def _tools_of(service: Service, body: ChatRequest) -> Tools | None:
+    if not body.tools or body.tool_choice == "none":
+        return None
+    form = service.tool_format
+    if form is None:
+        message = "tools: this model's chat template defines no form of tool calls that is known"
+        raise ApiError(400, message, param="tools")
+    return Tools(form, frozenset(tool.function.name for tool in body.tools))
 
 
 def _params_of(service: Service, body: ChatRequest) -> SamplingParams:
@@ -61,12 +93,15 @@ class Chat(Answer):
         service: Service,
         body: ChatRequest,
         request: Request,
-        ids: list[list[int]],
+        ids: list[int],
         params: SamplingParams,
+        tools: Tools | None = None,
     ):
-        super().__init__(service, body, request, ids, params)
+        super().__init__(service, body, request, [ids], params)
         self.body = body
-        self._begun: set[int] = set()
+        self._tools = tools
+        self._begun: dict[int, ToolParser | None] = {}
+        self._callers: set[int] = set()  # choices that called
 
     def choices(self, outputs: list[RequestOutput]) -> list[dict[str, Any]]:
         """Returns a message for each choice."""
@@ -74,24 +109,45 @@ class Chat(Answer):
 
     def pieces(self, job: int, delta: Delta) -> list[dict[str, Any]]:
         """Returns the role where a choice begins, its new text, and its end."""
+        index, end = delta.index, delta.finish_reason
         listed: list[dict[str, Any]] = []
-        if delta.index not in self._begun:
-            self._begun.add(delta.index)
-            listed.append(_shape(delta.index, {"role": "assistant", "content": ""}))
+        if index not in self._begun:
+            self._begun[index] = self._tools.parser() if self._tools else None
+            listed.append(_shape(index, {"role": "assistant", "content": ""}))
+        parser = self._begun[index]
+        if parser is None:
+            news = [{"content": delta.text}] if delta.text else []
+        else:
+            events = parser.push(delta.text) + (parser.flush() if end is not None else [])
+            news = [_news(event) for event in events]
+        if any("tool_calls" in one for one in news):
+            self._callers.add(index)
         logprobs = self._logprobs(delta)
-        if delta.text or logprobs is not None:
-            listed.append(_shape(delta.index, {"content": delta.text}, logprobs))
-        if delta.finish_reason is not None:
-            listed.append(_shape(delta.index, {}, None, delta))
+        if logprobs is not None and not news:
+            news = [{"content": ""}]
+        for one in news:
+            listed.append(_shape(index, one, logprobs))
+            logprobs = None  # once, though the tokens' text became several pieces
+        if end is not None:
+            reason = "tool_calls" if end == "stop" and index in self._callers else end
+            listed.append(_shape(index, {}) | {"finish_reason": reason, "stop_reason": delta.stop_reason})
         return listed
 
     def _choice(self, output: RequestOutput, one: CompletionOutput) -> dict[str, Any]:
-        message = {"role": "assistant", "content": one.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": one.text, "refusal": None}
+        reason = one.finish_reason
+        if self._tools is not None:
+            parser = self._tools.parser()
+            text, calls = gather(parser.push(one.text) + parser.flush())
+            message["content"] = text
+            if calls:
+                message |= {"content": text or None, "tool_calls": [_call(*call) for call in calls]}
+                reason = "tool_calls" if reason == "stop" else reason
         choice = {
             "index": one.index,
             "message": message,
             "logprobs": self._logprobs(one),
-            "finish_reason": one.finish_reason,
+            "finish_reason": reason,
             "stop_reason": one.stop_reason,
         }
         if self.body.prompt_logprobs is not None and output.prompt_logprobs is not None:
@@ -108,10 +164,18 @@ class Chat(Answer):
         }
 
 
-def _shape(
-    index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, end: Delta | None = None
-) -> dict[str, Any]:
-    shape = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-    if end is not None:
-        shape |= {"finish_reason": end.finish_reason, "stop_reason": end.stop_reason}
-    return shape
+def _shape(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
+
+def _news(event: Event) -> dict[str, Any]:
+    """Returns what a chunk says of a tool parser's event."""
+    if isinstance(event, TextAdded):
+        return {"content": event.text}
+    if isinstance(event, CallBegun):
+        return {"tool_calls": [{"index": event.index, **_call(event.id, event.name, "")}]}
+    return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+
+
+def _call(ident: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": ident, "type": "function", "function": {"name": name, "arguments": arguments}}

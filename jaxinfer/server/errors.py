@@ -14,8 +14,9 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from jaxinfer.engine.engine import EngineError
+from jaxinfer.engine.engine import EngineDraining, EngineError
 from jaxinfer.schedule.param_checks import SamplingParamsError
+from jaxinfer.schedule.request import QueueFull
 
 MAX_MESSAGE = 1000  # characters: an error repeats what was got, which may be a whole prompt
 DEFAULT_RETRY_SECONDS = 1.0
@@ -70,17 +71,16 @@ def to_api_error(error: Exception) -> ApiError:
     """Returns what the engine refused, or could not do, as an answer."""
     if isinstance(error, ApiError):
         return error
-    retry_after = getattr(error, "retry_after", None)  # QueueFull's
-    if retry_after is not None:
-        return unavailable(str(error), "queue_full", retry_after)
+    if isinstance(error, QueueFull):
+        return unavailable(str(error), "queue_full", error.retry_after)
     if isinstance(error, SamplingParamsError):
         return ApiError(400, str(error), param=error.field.split(" ")[0])
     if isinstance(error, ValueError):
         found = _FIELD.match(str(error))
         return ApiError(400, str(error), param=found[1] if found else None)
     if isinstance(error, EngineError):
-        draining = type(error).__name__ == "EngineDraining"
-        return unavailable(str(error), "shutting_down" if draining else "engine_failed")
+        code = "shutting_down" if isinstance(error, EngineDraining) else "engine_failed"
+        return unavailable(str(error), code)
     if isinstance(error, TimeoutError):
         return ApiError(408, "timeout: the request's time was up before its answer was there", code="timeout")
     return ApiError(500, f"the engine failed on this request: {error}", code="engine_error")

@@ -87,7 +87,8 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
             raise ApiError(400, message, param="add_special_tokens")
         names = ("tools", "add_generation_prompt", "chat_template_kwargs")
         fields = {name: getattr(body, name) for name in names}
-        tokens = await service.encode_chat(ChatFields.model_construct(messages=body.messages, **fields))
+        chat = ChatFields.model_construct(messages=body.messages, **fields)
+        tokens = await service.encode_chat(chat, body.tools)
     strings = [service.tokenizer.token_string(token) for token in tokens] if body.return_token_strs else None
     return json_response(
         {

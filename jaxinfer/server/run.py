@@ -30,15 +30,16 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
       OSError: the port is taken, or the address is not this machine's.
     """
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        taken = socket.socket(family, kind, proto)
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind(address)
-    except OSError as error:
-        raise OSError(f"cannot serve at {host} port {port}: {error.strerror or error}") from error
+    with contextlib.ExitStack() as cleanup:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            family, kind, proto, _, address = found[0]
+            taken = cleanup.enter_context(socket.socket(family, kind, proto))
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            taken.bind(address)
+        except OSError as error:
+            raise OSError(f"cannot serve at {host} port {port}: {error.strerror or error}") from error
+        cleanup.pop_all()
     return taken
 
 

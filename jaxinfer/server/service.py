@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -17,8 +18,10 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.schedule.sampling_params import SamplingParams
 from jaxinfer.server.config import ServerConfig
 from jaxinfer.server.errors import ApiError, to_api_error
-from jaxinfer.server.protocol import ChatFields, Prompts, RequestFields, SamplingFields
+from jaxinfer.server.protocol import ChatFields, Prompts, RequestFields, SamplingFields, Tool
 from jaxinfer.text import Tokenizer, encode_chat
+from jaxinfer.text.chat import find_template
+from jaxinfer.text.tools import ToolFormat, tool_format_of
 
 T = TypeVar("T")
 # Characters that are encoded on the event loop: a millisecond. Longer texts go to a thread.
@@ -67,6 +70,15 @@ class Service:
         """Most tokens of prompt and output together."""
         return self.engine.scheduler.config.max_len
 
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes tool calls, None where its template defines no known way."""
+        try:
+            template = find_template(self.tokenizer, with_tools=True)
+        except ValueError:
+            return None
+        return tool_format_of(template, self.family)
+
     @property
     def is_ready(self) -> bool:
         """Whether a request that comes now would run."""
@@ -78,7 +90,7 @@ class Service:
         give_up = time.monotonic() + seconds
         while self.engine.has_work and time.monotonic() < give_up and not self._hurried:
             await asyncio.sleep(DRAIN_LOOK_SECONDS)
-        await asyncio.to_thread(self.async_engine.drain, 0)
+        await self.async_engine.drain(0)
 
     def hurry(self) -> None:
         """Makes a drain end what runs now."""
@@ -152,8 +164,11 @@ class Service:
             ids.append(prompt)
         return ids
 
-    async def encode_chat(self, body: ChatFields) -> list[int]:
+    async def encode_chat(self, body: ChatFields, given_tools: Sequence[Tool] | None) -> list[int]:
         """Returns the ids of a conversation.
+
+        Args:
+          body: the messages, and how the template is to be used. given_tools: what the model is shown of tools.
 
         Raises:
           ApiError: the model has no template, or the template refuses the messages.
@@ -162,7 +177,7 @@ class Service:
         if "developer" not in (self.tokenizer.chat_template or ""):
             # OpenAI's later name of it; templates that do not know it would drop the message or fail.
             messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
-        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+        tools = [tool.model_dump(exclude_none=True) for tool in given_tools or ()]
         size = sum(len(str(message.get("content", ""))) for message in messages)
 
         def run() -> list[int]:

@@ -145,6 +145,6 @@ def serve() -> Iterator[Serve]:
 @pytest.fixture(scope="module")
 def hello() -> Iterator[Served]:
     """A server that says hello, shared by tests that leave it as it was."""
-    engine, _ = make_engine((*b"hello", EOS), ChatTokenizer())
+    engine, _ = make_engine((*b"hello", EOS), ChatTokenizer(), prefix_caching=True)
     with running(engine) as served:
         yield served

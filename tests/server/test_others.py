@@ -47,3 +47,24 @@ def test_the_api_describes_itself(hello: Served):
 def test_a_server_that_can_work_says_so(hello: Served):
     assert good(hello.http.get("/health")) == {"status": "ok"}
     assert good(hello.http.get("/ready")) == {"status": "ready"}
+
+
+def test_prometheus_is_told_the_numbers(hello: Served):
+    hello.complete()
+    reply = hello.http.get("/metrics")
+    assert reply.headers["content-type"].startswith("text/plain")
+    assert 'jaxinfer:generation_tokens_total{model_name="fake"}' in reply.text
+
+
+def test_the_page_and_its_numbers_are_there(hello: Served):
+    assert "<html" in hello.http.get("/").text
+    assert good(hello.http.get("/live"))["pages"]["total"] == 256
+
+
+def test_why_a_prompt_missed_can_be_asked(hello: Served):
+    for _ in range(2):
+        name = hello.complete("q" * 40)["id"]
+    told = good(hello.http.get("/debug/prefix", params={"request": name}))
+    assert (told["prompt_tokens"], told["cached_tokens"]) == (40, 32)
+    bad(hello.http.get("/debug/prefix", params={"request": "none"}), 404, "request")
+    bad(hello.http.get("/debug/prefix"), 400, "request")
