@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from jaxinfer.arrays.precision import Policy
-from jaxinfer.arrays.specs import random_params
 from jaxinfer.model.cache import init_cache
-from jaxinfer.model.decoder import Static, param_specs, stack_layers, stack_sizes
+from jaxinfer.model.decoder import Static, stack_sizes, stacked_shapes
 from jaxinfer.steps.compiled import Compiled, Shape, StepTable
 from jaxinfer.steps.embed import embed_prompt
 from jaxinfer.steps.slots import SlotCaps, init_slots
@@ -51,9 +50,10 @@ def test_a_narrow_stream_is_summed_in_float32():
 def test_a_table_compiles_it_where_a_run_serves_it():
     cfg, policy = replace(LLAMA, layers=LLAMA.layers[:1]), Policy.parse("float32")
     sizes = stack_sizes(cfg, 1)
-    params = stack_layers(dict(random_params(param_specs(cfg), 0, jnp.dtype(jnp.float32))), sizes)
-    cache = init_cache(cfg, policy, sizes, 4, 16)
-    table = StepTable(Static(cfg, policy), params, cache, init_slots(2, 32, cfg.vocab_size, SlotCaps()))
+    params = stacked_shapes(cfg, policy, sizes)
+    cache = jax.eval_shape(lambda: init_cache(cfg, policy, sizes, 4, 16))
+    slots = jax.eval_shape(lambda: init_slots(2, 32, cfg.vocab_size, SlotCaps()))
+    table = StepTable(Static(cfg, policy), params, cache, slots)
     shapes = [Shape(0, (2, 8), WIDTH), Shape(2, (2, 8), WIDTH), Shape(2, (0, 0), WIDTH)]
     name = "embed 2x8 over 2 pages"
     assert name not in table._wanted(shapes, ("greedy", "sample", "score"))
