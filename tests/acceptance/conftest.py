@@ -20,6 +20,7 @@ TOY_SETTINGS = {
     "max_model_len": 128,
     "kv_memory": "24 pages",
     "prefill_buckets": [[4, 16]],
+    "host_cache_bytes": "1MiB",
 }
 
 

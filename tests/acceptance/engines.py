@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.host_pages import HostPages
 from jaxinfer.engine.runner import DeviceRunner
 from jaxinfer.llm import LLM
-from jaxinfer.model.cache import init_cache
+from jaxinfer.model.cache import copy_widths, init_cache
 from jaxinfer.model.decoder import stack_layers
 from jaxinfer.schedule.pages import PagePool
+from jaxinfer.schedule.prefix import PrefixCache
 from jaxinfer.schedule.scheduler import Scheduler
 from jaxinfer.steps.slots import init_slots
 from jaxinfer.weights.model import open_model
@@ -30,15 +33,26 @@ def write_toy(folder: Path, case: str = "llama", **config: Any) -> Path:
     return write_checkpoint(folder, toy.make_arrays(), toy.config | {"max_position_embeddings": 256} | config)
 
 
-def renew(llm: LLM, folder: Path | None = None) -> LLM:
+def renew(
+    llm: LLM,
+    folder: Path | None = None,
+    *,
+    prefix_caching: bool = True,
+    host_pages: int = 0,
+    num_pages: int | None = None,
+    **limits: Any,
+) -> LLM:
     """Returns a door to a fresh engine over the executables of another: empty cache, slots, queue and counts.
 
     Args:
       llm: the other. folder: a checkpoint of the same shapes to open by the public loader; None takes the same one.
+      prefix_caching, host_pages, num_pages: of the new one, which has no more pages than the other.
+      limits: of `SchedulerConfig`, where they differ from the other's.
     """
     old, runner = llm.engine, llm.engine.runner
     assert isinstance(runner, DeviceRunner)
-    params, table, pool, limits = runner._params, runner._table, old.scheduler.pool, old.scheduler.config
+    params, table, pool = runner._params, runner._table, old.scheduler.pool
+    config = replace(old.scheduler.config, **limits)
     cfg, policy = table.static.cfg, table.static.policy
     tokenizer, eos_ids, defaults = old.tokenizer, old.eos_ids, None
     sizes = [pages.k.shape[0] for pages in runner._cache]
@@ -48,10 +62,12 @@ def renew(llm: LLM, folder: Path | None = None) -> LLM:
         params = stack_layers(model.load(Policy.parse(str(policy)), None, None), sizes)
         tokenizer, eos_ids, defaults = model.tokenizer, model.defaults.eos_ids, model.defaults
     cache = init_cache(cfg, policy, sizes, pool.num_pages, pool.page_size)
-    slots = init_slots(limits.max_num_seqs, limits.max_len, cfg.vocab_size, runner._slots.caps)
+    slots = init_slots(config.max_num_seqs, config.max_len, cfg.vocab_size, runner._slots.caps)
+    room = HostPages(host_pages, copy_widths(cache), pool.num_pages, table) if host_pages else None
+    new_pool = PagePool(num_pages or pool.num_pages, pool.page_size)
     engine = Engine(
-        Scheduler(limits, PagePool(pool.num_pages, pool.page_size)),
-        DeviceRunner(params, cache, slots, table, runner._buckets),
+        Scheduler(config, new_pool, PrefixCache(new_pool, host_pages, prefix_caching)),
+        DeviceRunner(params, cache, slots, table, runner._buckets, room),
         tokenizer,
         vocab_size=cfg.vocab_size,
         eos_ids=eos_ids,

@@ -130,7 +130,7 @@ def make_engine(
 ) -> tuple[Engine, ScriptRunner]:
     """An engine over a script, one for all requests or one by request id and choice."""
     runner = ScriptRunner(script if callable(script) else lambda *_: script)
-    config = {"max_num_seqs": 8, "max_len": 1024, "max_num_batched_tokens": 256} | limits
+    config: dict[str, Any] = {"max_num_seqs": 8, "max_len": 1024, "max_num_batched_tokens": 256} | limits
     pool = PagePool(num_pages, 16)
     scheduler = Scheduler(SchedulerConfig(**config), pool, PrefixCache(pool, enabled=prefix_caching))
     engine = Engine(
