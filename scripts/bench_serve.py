@@ -27,6 +27,7 @@ from jaxinfer.bench.run import versions
 from jaxinfer.bench.table import align
 from jaxinfer.hardware import describe
 from scripts.bench_cpu import parse_setting
+from scripts.serve_bed import Bed
 from scripts.serve_cases import CASES, record_of, rows_of
 
 SCHEMA = "jaxinfer.bench_serve/1"
@@ -86,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures and reports; returns 1 when a case failed to run."""
     args = make_parser().parse_args(argv)
     args.say = say if args.verbose else lambda _: None
+    args.bed = Bed(args.model, dict(args.set), args.say)
     args.scale = lambda count: max(16, round(args.share * count))
     command = shlex.join(["python", os.path.relpath(sys.argv[0]), *(sys.argv[1:] if argv is None else argv)])
     record: dict[str, Any] = {

@@ -21,22 +21,13 @@ from jaxinfer.bench.report import Report, Stats, percentile, report_run
 from jaxinfer.bench.results import Client, Result
 from jaxinfer.bench.run import Target, run_bench
 from jaxinfer.engine.engine import Engine
-from jaxinfer.llm import AsyncLLM
 from jaxinfer.schedule.pages import PagePool
 from jaxinfer.schedule.request import RequestSpec
 from jaxinfer.schedule.sampling_params import SamplingParams
 from jaxinfer.schedule.scheduler import Scheduler, SchedulerConfig
 from scripts.bench_host import InstantRunner, Letters, time_steps
+from scripts.serve_bed import GREEDY, SHAPES
 from scripts.serve_peers import PacedRunner, serve_llama_cpp, serve_ours, serve_paced
-
-GREEDY = SamplingParams(temperature=0, ignore_eos=True)
-# One set of shapes for all cases, so that the first compiles for the rest.
-SHAPES: dict[str, Any] = {
-    "max_num_seqs": 16,
-    "max_model_len": 2048,
-    "max_num_batched_tokens": 512,
-    "draws": ("greedy",),
-}
 
 
 @dataclass
@@ -71,11 +62,6 @@ class Outcome:
     reports: dict[str, Any] = field(default_factory=dict)
 
 
-def open_llm(args: argparse.Namespace, **settings: Any) -> AsyncLLM:
-    """Returns the model with this case's settings, those of the command line over them."""
-    return AsyncLLM(model=args.model, say=args.say, **{**SHAPES, **settings, **dict(args.set)})
-
-
 async def send_load(
     client: Client, load: dict[str, Any], repetition: int = 0, warmup: int = 2
 ) -> list[Result]:
@@ -94,7 +80,7 @@ def measure_here(
     """Returns the report of a load to a model in this process, opened for it."""
 
     async def main() -> Report:
-        async with open_llm(args, **settings) as llm:
+        async with args.bed.open(**settings) as llm:
             return check(await send_load(InProcess(llm, GREEDY, time.monotonic), load, repetition))
 
     return asyncio.run(main())
@@ -206,7 +192,7 @@ def stall(args: argparse.Namespace) -> Outcome:
 
 async def _stall(args: argparse.Namespace, settings: dict[str, Any]) -> tuple[list[float], float]:
     """Returns the streams' gaps after the long prompt came, and the seconds to its first token."""
-    async with open_llm(args, **settings) as llm:
+    async with args.bed.open(**settings) as llm:
         client = InProcess(llm, GREEDY, time.monotonic)
         await send_load(client, {"requests": 2, "input_len": 1500, "output_len": 2})
         config = BenchConfig.read({"requests": 9, "input_len": 32, "output_len": 112})

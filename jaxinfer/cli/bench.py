@@ -36,7 +36,7 @@ def make_flags() -> CommandFlags:
         "measure latency and throughput of endpoints, or of an engine in this process",
         (
             "--model smollm2-135m --arrivals closed:16",
-            "--url http://127.0.0.1:8000 --arrivals poisson:4 --slo ttft=500ms",
+            "--url http://127.0.0.1:8000 --arrivals poisson:4 --slo ttft=1s",
             "--url http://A:8000 --url http://B:8080 --repeat 3",
         ),
     )

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts import bench_serve, serve_cases, serve_peers
+from jaxinfer.llm import LLM
+from scripts import bench_serve, serve_bed, serve_cases, serve_peers
 from scripts.serve_cases import Finding, Outcome
 
 
@@ -38,6 +39,30 @@ def test_plans_are_timed_at_full_rows():
     times = serve_cases.time_plans(4, 20, 30)
     assert times.shape == (20,)
     assert (times > 0).all()
+
+
+def test_bed_changes_the_scheduler_and_keeps_the_executables(monkeypatch: pytest.MonkeyPatch):
+    opened: list[dict[str, object]] = []
+
+    def open_llm(model: str, *, say: object, **settings: object) -> LLM:
+        opened.append(settings)
+        return LLM.from_engine(serve_peers.PacedRunner.make_engine())
+
+    monkeypatch.setattr(serve_bed, "LLM", open_llm)
+    bed = serve_bed.Bed("m", {"page_size": 32}, lambda _: None)
+    first = bed.open()
+    second = bed.open(enable_prefix_caching=False, scheduling_policy="ferry", window_ms=20)
+    third = bed.open(max_num_seqs=4)
+    for llm in (first, second, third):
+        llm.close()
+    assert second.engine.runner is first.engine.runner
+    assert second.engine.scheduler.config.scheduling_policy == "ferry"
+    assert second.engine.scheduler.config.window == 0.02
+    assert first.engine.scheduler.config.scheduling_policy != "ferry"
+    assert second.engine.scheduler.pool is not first.engine.scheduler.pool
+    assert third.engine.runner is not first.engine.runner
+    assert [settings["max_num_seqs"] for settings in opened] == [16, 4]
+    assert opened[0]["page_size"] == 32
 
 
 def test_paced_engine_answers_any_prompt(monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,63 @@
+"""The model that `bench_serve.py` measures, loaded once for all the schedulers that it is measured with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from jaxinfer.engine.engine import Engine
+from jaxinfer.llm import LLM, AsyncLLM
+from jaxinfer.schedule.pages import PagePool
+from jaxinfer.schedule.prefix import PrefixCache
+from jaxinfer.schedule.sampling_params import SamplingParams
+from jaxinfer.schedule.scheduler import Scheduler
+
+GREEDY = SamplingParams(temperature=0, ignore_eos=True)
+# One set of shapes for all cases, so that the first compiles for the rest.
+SHAPES: dict[str, Any] = {
+    "max_num_seqs": 16,
+    "max_model_len": 2048,
+    "max_num_batched_tokens": 512,
+    "draws": ("greedy",),
+}
+
+
+class Bed:
+    """A model whose executables are loaded once for all that is measured with the same shapes.
+
+    Args:
+      model: its name. settings: of `LLM`, over each case's own. say: told what is loaded.
+    """
+
+    # Settings that only the scheduler has, by its names for them: another scheduler serves the same executables.
+    HOST: ClassVar = {"scheduling_policy": "scheduling_policy", "window_ms": "window"}
+
+    def __init__(self, model: str, settings: dict[str, Any], say: Callable[[str], None]) -> None:
+        self._model, self._settings, self._say = model, settings, say
+        self._shapes: dict[str, Any] | None = None
+        self._engine: Engine | None = None
+
+    def open(self, **settings: Any) -> AsyncLLM:
+        """Returns a door to an engine with an empty queue and cache."""
+        given = {**SHAPES, **settings, **self._settings}
+        caching = given.pop("enable_prefix_caching", True)
+        host = {name: given.pop(name) for name in self.HOST if name in given}
+        if self._engine is None or self._shapes != given:
+            self._engine = None  # before the next takes as much memory
+            self._engine, self._shapes = LLM(self._model, say=self._say, **given).engine, given
+        old = self._engine
+        changes = {
+            self.HOST[name]: value / 1e3 if name == "window_ms" else value for name, value in host.items()
+        }
+        pool = PagePool(old.scheduler.pool.num_pages, old.scheduler.pool.page_size)
+        limits = replace(old.scheduler.config, **changes)
+        engine = Engine(
+            Scheduler(limits, pool, PrefixCache(pool, 0, caching)),
+            old.runner,
+            old.tokenizer,
+            vocab_size=old.vocab_size,
+            eos_ids=old.eos_ids,
+            draws=old.draws,
+        )
+        return AsyncLLM.from_engine(engine)
