@@ -12,7 +12,7 @@ import jaxinfer.cli.generate
 from jaxinfer.cli.main import main
 from tests.cli.conftest import CommandLine
 
-COMMANDS = ("generate", "score", "bench", "convert")
+COMMANDS = ("generate", "score", "serve", "bench", "convert")
 
 
 def test_help_lists_every_command_in_a_line(jaxinfer_cli: CommandLine):

@@ -14,6 +14,7 @@ from langchain_openai import ChatOpenAI
 from pydantic import SecretStr
 
 from tests.engine.fakes import EOS, make_engine
+from tests.engine.test_embed import PoolingRunner
 from tests.server.conftest import ChatTokenizer, Served, running
 
 KEY = "secret"
@@ -23,6 +24,7 @@ USER = {"role": "user", "content": "x"}
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     engine, _ = make_engine((*b"hello", EOS), ChatTokenizer())
+    engine.runner = PoolingRunner(lambda *_: [*b"hello", EOS])
     with running(engine, api_keys=(KEY,)) as one:
         yield one
 
@@ -92,6 +94,21 @@ def test_an_earlier_answer_of_openais_is_a_message(client: openai.OpenAI):
     second = client.chat.completions.create(model="fake", messages=messages)  # pyright: ignore[reportArgumentType, reportCallIssue]
     assert second.usage is not None
     assert second.usage.prompt_tokens == len("u:x|a:hello|u:y|a:")
+
+
+def test_openai_embeds(client: openai.OpenAI):
+    # Of prompt "ab" the last hidden state is (98, 1) and the mean (97.5, 1); vectors have length 1.
+    last = client.embeddings.create(model="fake", input=["ab", "c"])
+    assert [one.index for one in last.data] == [0, 1]
+    assert last.data[0].embedding == pytest.approx([0.99995, 0.0102], rel=1e-3)
+    assert last.usage.prompt_tokens == 3
+    plain = client.embeddings.create(
+        model="fake", input=[97, 98], encoding_format="float", extra_body={"pooling": "mean"}
+    )
+    assert plain.data[0].embedding == pytest.approx([0.99995, 0.010256], rel=1e-3)
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.embeddings.create(model="fake", input="x", dimensions=2)
+    assert refused.value.param == "dimensions"
 
 
 def test_openai_lists_models(client: openai.OpenAI):

@@ -7,6 +7,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import httpx
@@ -224,3 +225,47 @@ def until(holds: Callable[[], bool]) -> None:
 def test_a_client_can_ask_for_the_headers_alone(hello: Served):
     with httpx.Client(base_url=hello.url) as client:
         assert client.head("/health").status_code in (200, 405)
+
+
+def test_more_than_may_wait_are_sent_away_for_a_while(serve: Serve):
+    served = serve(b"a", max_num_seqs=1, max_num_waiting=1, **LONG)
+    body = {"prompt": "p", "max_tokens": 300_000, "ignore_eos": True, "stream": True}
+    with served.http.stream("POST", PATH, json=body) as first:
+        lines = first.iter_lines()
+        next(lines)
+        for stream in (False, True):
+            reply = served.post(PATH, prompt=["p", "q"], stream=stream)  # one more than may wait
+            assert bad(reply, 503, None)["code"] == "queue_full"
+            assert int(reply.headers["retry-after"]) >= 1
+    until(lambda: is_idle(served))
+    assert served.complete(max_tokens=1)["choices"][0]["text"] == "a"
+
+
+def test_time_that_is_up_before_the_first_token(serve: Serve):
+    served = serve(b"a", max_num_seqs=1, **LONG)
+    served.engine.clock = time.monotonic
+    body = {"prompt": "p", "max_tokens": 300_000, "ignore_eos": True, "stream": True}
+    with served.http.stream("POST", PATH, json=body) as first:
+        lines = first.iter_lines()
+        next(lines)  # from here on the only row is taken
+        for stream in (False, True):
+            error = bad(served.post(PATH, prompt="p", stream=stream, timeout=0.05), 408, None)
+            assert error["code"] == "timeout"
+    for value in (0, -1, "5"):
+        bad(served.post(PATH, prompt="p", timeout=value), 400, "timeout")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_time_that_is_up_later_ends_an_answer(serve: Serve, stream: bool):
+    served = serve(b"a", config={"timeout": 100}, **LONG)
+    now = [0.0]
+    served.engine.clock = lambda: now[0]
+    body = {"prompt": "p", "max_tokens": 300_000, "ignore_eos": True}
+    with ThreadPoolExecutor(1) as pool:
+        if stream:
+            answer = pool.submit(served.events, PATH, **body)
+        else:
+            answer = pool.submit(lambda: [good(served.post(PATH, **body))])
+        until(lambda: served.engine.metrics.output_tokens > 5)
+        now[0] = 101.0
+        assert answer.result()[-1]["choices"][0]["finish_reason"] == "timeout"
