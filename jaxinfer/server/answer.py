@@ -54,10 +54,6 @@ class Answer(ABC):
     def pieces(self, job: int, delta: Delta) -> list[dict[str, Any]]:
         """Returns what a delta adds, as choices of chunks, one a chunk."""
 
-    def whole_pieces(self, outputs: list[RequestOutput]) -> list[dict[str, Any]]:
-        """Returns a whole answer as choices of chunks."""
-        return self.choices(outputs)
-
     @property
     def is_whole(self) -> bool:
         """Whether a stream holds what only the end knows, so that each choice comes in one chunk."""
@@ -70,6 +66,8 @@ class Answer(ABC):
           ApiError: what was refused, or went wrong before anything was sent.
         """
         if not self.fields.stream:
+            if self.fields.stream_options is not None:
+                raise ApiError(400, "stream_options: needs stream to be true", param="stream_options")
             return json_response(await or_leave(self.request.receive, self._whole()))
         events = self._events()
         first = await or_leave(self.request.receive, anext(events))
@@ -104,10 +102,10 @@ class Answer(ABC):
                 yield _event(error.body)
                 yield DONE
                 return
+            finally:
+                self._usage()  # for the log, also of a stream whose reader left
             if usage:
                 yield _event(head | {"choices": [], "usage": self._usage()})
-            else:
-                self._usage()
             yield DONE
 
     async def _pieces(self, name: str) -> AsyncGenerator[dict[str, Any], None]:
@@ -115,7 +113,7 @@ class Answer(ABC):
         if self.is_whole:
             outputs = await generate_all(engine, jobs)
             self._count(outputs)
-            for piece in self.whole_pieces(outputs):
+            for piece in self.choices(outputs):
                 yield piece
             return
         async with aclosing(merge(engine, jobs)) as deltas:

@@ -16,7 +16,7 @@ class ServerConfig:
       model_names: what requests may call the model; the first is what answers call it.
       api_keys: any of them opens the API; empty asks for none.
       cors_origins: pages that may call from a browser, ``*`` for any; empty allows none.
-      max_body_bytes: longest request body, 413 beyond it.
+      max_body_bytes: longest request body, 413 beyond it; reading JSON holds the others up, 30 ms a megabyte.
       max_choices: most choices of one request, prompts times ``best_of`` or ``n``.
       drain_seconds: how long running requests may go on after SIGTERM.
       timeout: seconds that a request may take where it gives no ``timeout`` itself, None for as long as it takes.
@@ -26,7 +26,7 @@ class ServerConfig:
     model_names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
-    max_body_bytes: int = 16 * MIB
+    max_body_bytes: int = 4 * MIB
     max_choices: int = 1024
     drain_seconds: float = 30.0
     timeout: float | None = None

@@ -122,6 +122,7 @@ def test_an_empty_message_is_answered(hello: Served):
         ("chat_template", "{{ 1 }}"),
         ("colour", "red"),
         ("truncate_prompt_tokens", 5),
+        ("stream_options", {"include_usage": True}),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(hello: Served, name: str, value):

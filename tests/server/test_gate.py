@@ -10,7 +10,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
-import httpx
 import pytest
 
 from tests.engine.fakes import EOS
@@ -220,11 +219,6 @@ def until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < end, "it never came about"
         time.sleep(0.01)
-
-
-def test_a_client_can_ask_for_the_headers_alone(hello: Served):
-    with httpx.Client(base_url=hello.url) as client:
-        assert client.head("/health").status_code in (200, 405)
 
 
 def test_more_than_may_wait_are_sent_away_for_a_while(serve: Serve):
