@@ -12,6 +12,8 @@ from jaxinfer.engine.protocol import TokenLogprobs
 from jaxinfer.schedule.request import Request, RequestSpec
 from jaxinfer.text import StopMatcher, StreamDecoder, Tokenizer
 
+NOT_FINITE = "the model's logits were not finite; if its numbers are float16, take a wider format (policy)"
+
 
 class Choice:
     """Turns the ids that the scheduler commits into text and log-probabilities.
@@ -52,6 +54,8 @@ class Choice:
           The new text. `matched_stop` is set when a stop string ended it.
         """
         ended = self.request.finish_reason
+        if ended == "error" and self.error is None:
+            self.error = NOT_FINITE
         if self._decoder is None or not (self._eager or ended):
             return ""
         first = self._num_decoded

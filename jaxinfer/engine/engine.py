@@ -21,9 +21,9 @@ from jaxinfer.engine.outputs import Delta, PositionLogprobs, RequestOutput
 from jaxinfer.engine.protocol import Runner, StepResult
 from jaxinfer.engine.views import count_step, explain, read_stats
 from jaxinfer.schedule.plan import Plan
-from jaxinfer.schedule.request import FinishReason, Request, RequestRefused
+from jaxinfer.schedule.request import FinishReason, Request, RequestRefused, Update
 from jaxinfer.schedule.sampling_params import DRAWS, SamplingParams
-from jaxinfer.schedule.scheduler import Scheduler, Update
+from jaxinfer.schedule.scheduler import Scheduler
 from jaxinfer.text import Tokenizer
 
 _log = logging.getLogger(__name__)

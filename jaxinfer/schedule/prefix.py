@@ -159,6 +159,14 @@ class PrefixCache:
                 del self._key_of[page]
                 self.pool.forget(page)
 
+    def forget(self, request: Request) -> None:
+        """Forgets the pages of a running request whose numbers went wrong, so that nobody finds them."""
+        for key, page in zip(request.prefix.keys, request.pages, strict=False):
+            if self._page_of.get(key) == page:
+                del self._page_of[key], self._key_of[page]
+                self.pool.forget(page)
+            self.host.discard(key)
+
     def clear(self) -> None:
         """Forgets all that nobody holds."""
         for key, page in list(self._page_of.items()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from jaxinfer.schedule.sampling_params import SamplingParams
 
@@ -146,10 +146,16 @@ class Request:
         return prompt[start:] + tuple(self.output[max(start - shift, 0) : stop - shift])
 
     def append(self, tokens: list[int]) -> int:
-        """Commits sampled ids up to the one that ends the request, and returns how many were kept."""
+        """Commits sampled ids up to the one that ends the request, and returns how many were kept.
+
+        An id below 0 says that the model's numbers were not finite; the request ends with ``error``.
+        """
         spec = self.spec
         self.num_inflight -= len(tokens)
         for count, token in enumerate(tokens, 1):
+            if token < 0:
+                self.finish_reason = "error"
+                return count - 1
             self.output.append(token)
             if token in spec.stop_ids and len(self.output) >= spec.params.min_tokens:
                 self.finish_reason = "stop"
@@ -159,3 +165,11 @@ class Request:
                 self.finish_reason = "length"
                 return count
         return len(tokens)
+
+
+class Update(NamedTuple):
+    """What a commit brought a request: ``num_tokens`` new ids at the end of its output, from result row ``row``."""
+
+    request: Request
+    row: int
+    num_tokens: int

@@ -13,7 +13,6 @@ from bisect import insort
 from collections import Counter, deque
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,17 +21,9 @@ from jaxinfer.schedule.pages import PagePool
 from jaxinfer.schedule.plan import Admission, DecodeRow, Plan, PrefillPiece
 from jaxinfer.schedule.policies import POLICIES, Moment
 from jaxinfer.schedule.prefix import Match, PrefixCache
-from jaxinfer.schedule.request import FinishReason, Request, RequestRefused, RequestSpec
+from jaxinfer.schedule.request import FinishReason, Request, RequestRefused, RequestSpec, Update
 
 MOST_PASSED = 64  # requests that wait for a prefix on its way, beyond which a step looks no further
-
-
-class Update(NamedTuple):
-    """What a commit brought a request: ``num_tokens`` new ids at the end of its output, from result row ``row``."""
-
-    request: Request
-    row: int
-    num_tokens: int
 
 
 class Scheduler:
@@ -181,9 +172,10 @@ class Scheduler:
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a request now, whatever it is doing, or corrects why it ended."""
-        if request.finish_reason is None:
-            self._drop(request)
+        running = request.finish_reason is None
         request.finish_reason, request.stop_reason = reason, stop_reason
+        if running:
+            self._drop(request)
 
     def check_invariants(self) -> None:
         """Checks that pages are conserved, that slots are held once and that the table says what requests hold.
@@ -374,7 +366,10 @@ class Scheduler:
         """Forgets a request that ended, running or waiting."""
         del self._live[request.spec.request_id]
         if request.slot >= 0:
-            self.prefix.register(request)  # the next turn of a conversation begins with this one
+            if request.finish_reason == "error":
+                self.prefix.forget(request)
+            else:
+                self.prefix.register(request)  # the next turn of a conversation begins with this one
             self._leave(request, ended=True)
         else:
             self.waiting.remove(request)

@@ -29,6 +29,7 @@ BANNED = -1e30
 NUM_CANDIDATES = 72  # above 64, the largest top_k in common use
 GROUP = 32  # ids that share a maximum when the likeliest are looked for
 HISTORY_CHUNK = 512  # positions counted at once for penalties
+NO_TOKEN = -1  # drawn where there is nothing to draw from; the host ends the request
 
 
 @struct.dataclass
@@ -64,7 +65,7 @@ def sample(logits: jax.Array, rows: Rows, position: jax.Array) -> Sampled:
       logits: ``[B, V]``. rows: the slots' settings. position: ``[B]`` of the token that is drawn.
 
     Returns:
-      Ids below ``rows.vocab_size``.
+      Ids below ``rows.vocab_size``, `NO_TOKEN` where logits are not finite.
     """
     logits = _real(logits.astype(jnp.float32), rows.vocab_size)
     edited = _edit(logits, rows, position)
@@ -81,16 +82,23 @@ def sample(logits: jax.Array, rows: Rows, position: jax.Array) -> Sampled:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(score, None))
 
     found = lax.cond(jnp.any(wanted), score, skip, None)
-    return Sampled(found.logprob, found.rank, found.top_ids, found.top_logprobs, tokens)
+    checked = _checked(tokens, logits)
+    return Sampled(found.logprob, found.rank, found.top_ids, found.top_logprobs, checked)
 
 
 def greedy(logits: jax.Array, vocab_size: int) -> jax.Array:
     """Returns the likeliest id of each row, the lowest on ties: all that a batch of plain greedy rows needs.
 
     Args:
-      logits: ``[B, V]``. vocab_size: ids at or above it are padding.
+      logits: ``[B, V]``; where they are not finite, `NO_TOKEN` is returned. vocab_size: ids at or above it are padding.
     """
-    return _argmax(_real(logits.astype(jnp.float32), vocab_size))
+    logits = _real(logits.astype(jnp.float32), vocab_size)
+    return _checked(_argmax(logits), logits)
+
+
+def _checked(tokens: jax.Array, logits: jax.Array) -> jax.Array:
+    """Tokens, but `NO_TOKEN` in rows whose logits overflowed: a NaN anywhere makes the largest one NaN."""
+    return jnp.where(jnp.isfinite(logits.max(-1)), tokens, NO_TOKEN)
 
 
 def token_logprobs(logits: jax.Array, targets: jax.Array, vocab_size: int | None = None) -> TokenLogprobs:

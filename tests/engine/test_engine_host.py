@@ -489,3 +489,16 @@ def test_prompts_that_meet_a_name_in_use_leave_its_owner_alone():
 def test_ids_that_are_no_integers_are_refused(prompt: list):
     with pytest.raises(ValueError, match="list of integers"):
         make_engine(ids("abc"))[0].submit(prompt)
+
+
+def test_a_request_whose_logits_are_not_finite_ends_alone():
+    engine, _ = make_engine(lambda name, _: [97, 98, -1] if name == "bad" else [97, 98, 99, 100])
+    good = engine.submit("a", SamplingParams(max_tokens=4), request_id="good")
+    bad = engine.submit("b", SamplingParams(max_tokens=4), request_id="bad", stream=True)
+    engine.run_until_done()
+    assert good.output().outputs[0].text == "abcd"
+    (choice,) = bad.output().outputs
+    assert (choice.text, choice.token_ids, choice.finish_reason) == ("ab", [97, 98], "error")
+    assert "not finite" in (choice.error or "")
+    assert bad.deltas[-1].error == choice.error
+    assert engine.metrics.finished == {"length": 1, "error": 1}

@@ -125,6 +125,20 @@ def test_the_page_used_longest_ago_makes_room_first_and_the_end_of_a_prompt_befo
     assert cached(run_one(house, "old again", [*prompt(12), 99], num_new=1)) == 4
 
 
+def test_a_request_whose_numbers_went_wrong_leaves_nothing_to_find():
+    house = shared()
+    scheduler = house.scheduler
+    request = scheduler.add(spec("a", prompt=prompt(9)))
+    plan = scheduler.schedule()
+    assert plan is not None
+    house.device.run(plan)
+    (update,) = scheduler.commit(plan, [[-1]])
+    assert (update.request, update.num_tokens, request.output) == (request, 0, [])
+    assert request.finish_reason == "error"
+    scheduler.check_invariants()
+    assert cached(run_one(house, "b", prompt(9))) == 0
+
+
 def test_nothing_is_shared_or_remembered_when_it_is_off():
     house = House(make())
     run_one(house, "a", prompt(9))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jaxinfer.schedule.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxinfer.steps.noise import fold_in
-from jaxinfer.steps.sampling import Sampled, greedy, sample, token_logprobs
+from jaxinfer.steps.sampling import NO_TOKEN, Sampled, greedy, sample, token_logprobs
 from jaxinfer.steps.slots import SlotCaps, Slots, gather_rows, init_slots, pack_row
 
 CAPS = SlotCaps(stop_ids=4, logit_bias=8, bad_words=4, bad_word_len=3)
@@ -497,7 +497,12 @@ def test_bad_words_are_banned_where_the_output_would_complete_them():
 @pytest.mark.parametrize(
     "fields", [{"temperature": 0}, {}, {"top_p": 0.9}, {"top_k": 100}, {"min_p": 0.1}], ids=str
 )
-def test_broken_logits_end_in_the_vocabulary(broken: float, fields: Request):
-    found = run([fields | {"logprobs": 5}], np.full((1, SMALL), broken))
-    assert 0 <= found.tokens[0] < SMALL
+def test_broken_logits_draw_nothing_and_leave_other_rows_alone(broken: float, fields: Request):
+    logits = np.random.default_rng(0).normal(size=(3, SMALL))
+    logits[0] = broken
+    logits[2, 7] = broken
+    found = run([fields | {"logprobs": 5}] * 3, logits)
+    assert found.tokens[0] == found.tokens[2] == NO_TOKEN
+    assert 0 <= found.tokens[1] < SMALL
     check_finite(found)
+    assert greedy(jnp.asarray(logits), SMALL).tolist() == [NO_TOKEN, logits[1].argmax(), NO_TOKEN]
