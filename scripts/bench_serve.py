@@ -107,8 +107,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             notes.append(f"{name}: did not run: {type(error).__name__}: {error}")
             say(notes[-1])
             continue
-        say(f"{name}: {time.monotonic() - start:.0f} s")
-        rows += rows_of(name, outcome)
+        found = list(rows_of(name, outcome))
+        say(
+            f"{name}: {time.monotonic() - start:.0f} s\n{align(found)}"
+        )  # what follows may take long, or be ended
+        rows += found
         notes += [f"{name}: {note}" for note in outcome.notes]
         record["cases"][name] = record_of(outcome)
     hardware = record["hardware"]
