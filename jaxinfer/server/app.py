@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -57,7 +57,7 @@ def make_app(service: Service) -> FastAPI:
         title="jaxinfer", version=version("jaxinfer"), description=ABOUT, redoc_url=None, responses=described
     )
     app.state.service = service
-    app.openapi = partial(_describe, app.openapi)
+    app.openapi = partial(_describe, app.openapi, service.config.model_names)
     for room in (completions, chat, others):
         app.include_router(room.router)
     app.include_router(make_live_router(service.engine))
@@ -74,10 +74,14 @@ def make_app(service: Service) -> FastAPI:
     return app
 
 
-def _describe(describe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Returns the API's description, without the answer that FastAPI gives to a bad body: ours is 400."""
+def _describe(describe: Callable[[], dict[str, Any]], model_names: Sequence[str]) -> dict[str, Any]:
+    """Returns the API's description, with the model's names and without FastAPI's answer to a bad body: ours is 400."""
     schema = describe()
     for path in schema["paths"].values():
         for operation in path.values():
             operation["responses"].pop("422", None)
+    for body in schema["components"]["schemas"].values():
+        if "model" in body.get("properties", ()):
+            named = {"type": "string", "enum": list(model_names)}
+            body["properties"]["model"] = {"anyOf": [named, {"type": "null"}], "title": "Model"}
     return schema
