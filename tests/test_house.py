@@ -40,7 +40,6 @@ DOORS = {
     "absl": "cli",
     "fastapi": "server",
     "gguf": "weights.gguf",
-    "httpx": "bench",
     "huggingface_hub": "weights",
     "jinja2": "text",
     "matplotlib": "bench",
