@@ -1,14 +1,15 @@
-"""Measures jaxinfer beside llama.cpp and transformers on this machine's CPU, all in one run, and compares.
+"""Measures jaxinfer beside llama.cpp, transformers and OpenVINO GenAI on one CPU, all in one run, and compares.
 
-    python scripts/bench_cpu.py --llama_cpp_python P --transformers_python P --output cpu.json
+    python scripts/bench_cpu.py --llama_cpp_python P --transformers_python P --openvino_python P --output cpu.json
     python scripts/bench_cpu.py --quick --cases prefill,x16 --policies bfloat16 --peers ""
 
 Prefill is 512 tokens to the first; decode is 1, 8 and 16 sequences, 128 tokens each after 64 of prompt, without the
 prefill; a start is a process of its own from nothing to the first token, for jaxinfer with an empty cache and with
 what that left. Engines take turns (A B C, A B C, ...), each turn waits for an idle machine, and a turn during which
 others worked is taken again. A peer that is not installed is left out, and named. Each lives in the interpreter given
-for it (pip install llama-cpp-python; torch, transformers and gguf); llama.cpp runs the GGUF file as it is,
-transformers its weights expanded once into --work_dir.
+for it (pip install llama-cpp-python; torch, transformers, gguf and accelerate; these with openvino-genai and
+optimum-intel); llama.cpp runs the GGUF file as it is, transformers its weights expanded once into --work_dir, OpenVINO
+what optimum-intel makes of those in 8 bits.
 """
 
 from __future__ import annotations
@@ -37,7 +38,12 @@ from scripts.bench_table import OURS, RATES, compare, format_figures, format_lim
 CASES = (*RATES, "start")
 PROMPT, PREFILL, LEAST_VOCAB = 64, 512, 32_000
 # What an interpreter must be able to import.
-PEER_MODULES = {"llama.cpp": ("llama_cpp",), "transformers": ("transformers", "torch", "gguf")}
+_EXPANDING = ("transformers", "torch", "gguf", "accelerate")
+PEER_MODULES = {
+    "llama.cpp": ("llama_cpp",),
+    "transformers": _EXPANDING,
+    "openvino": ("openvino_genai", "optimum.intel", *_EXPANDING),
+}
 DTYPES = ("float32", "bfloat16")
 RETAKES = 2
 
@@ -204,6 +210,10 @@ def choose_engines(args: argparse.Namespace, model: Path) -> tuple[list[EngineSp
             missing.append(f"{peer}: {python} has no {' or no '.join(PEER_MODULES[peer])}")
         elif peer == "llama.cpp":
             specs.append(EngineSpec(peer, python))
+        elif peer == "openvino":
+            specs.append(
+                EngineSpec(f"{peer} int8", python, {"folder": prepare_openvino(args, model, python)})
+            )
         else:
             folders = prepare_folders(args, model, python)
             for name in args.transformers:
@@ -226,6 +236,19 @@ def prepare_folders(args: argparse.Namespace, model: Path, python: str) -> dict[
             worker.ask("prepare", model=str(model), folders=folders)
         done.touch()
     return folders
+
+
+def prepare_openvino(args: argparse.Namespace, model: Path, python: str) -> str:
+    """Returns OpenVINO's 8-bit form of the model, written where it is not there yet."""
+    folder = Path(args.work_dir) / model.stem / "openvino-int8"
+    if not (folder / "done").exists():
+        source = prepare_folders(args, model, python)["float32"]
+        say(f"converting {model.name} for OpenVINO into {folder}")
+        folder.mkdir(parents=True, exist_ok=True)
+        with Worker(EngineSpec("openvino", python), Path(args.work_dir) / "prepare.log") as worker:
+            worker.ask("prepare", source=source, folder=str(folder))
+        (folder / "done").touch()
+    return str(folder)
 
 
 def parse_setting(text: str) -> tuple[str, Any]:

@@ -56,7 +56,8 @@ class Jaxinfer:
         from jaxinfer.weights.model import open_model
 
         opened = open_model(model)
-        self.llm = LLM(opened, **options)
+        # Turns repeat their prompts, and each is to be computed.
+        self.llm = LLM(opened, **{"enable_prefix_caching": False, **options})
         policy = Policy.parse(options["policy"])
         leaves = [leaf for _, leaf in flatten_specs(param_specs(opened.cfg))]
         return {
@@ -180,7 +181,9 @@ class Transformers:
         expanded = AutoModelForCausalLM.from_pretrained(
             str(file.parent), gguf_file=file.name, dtype=torch.float32
         )
-        del expanded.config.quantization_config  # else it counts as quantised, and is not saved
+        vars(expanded.config).pop(
+            "quantization_config", None
+        )  # else it counts as quantised, and is not saved
         plain = AutoModelForCausalLM.from_config(expanded.config, dtype=torch.float32)
         plain.load_state_dict(expanded.state_dict())
         for dtype, folder in folders.items():
@@ -233,10 +236,79 @@ class Transformers:
         return logits[:, -1:].argmax(-1)
 
 
+class OpenVino:
+    """OpenVINO GenAI by its continuous batching, 8-bit weights.
+
+    Options: ``folder`` with the model in OpenVINO's form, see `prepare`.
+    """
+
+    def prepare(self, source: str, folder: str) -> dict[str, Any]:
+        """Writes a checkpoint's weights in 8 bits, as optimum-intel converts them, into a folder."""
+        from optimum.intel import OVModelForCausalLM
+
+        model = OVModelForCausalLM.from_pretrained(source, export=True, load_in_8bit=True, compile=False)
+        model.save_pretrained(folder)
+        return {}
+
+    def load(self, model: str, threads: int, **options: Any) -> dict[str, Any]:
+        """Loads the prepared folder."""
+        import openvino
+        import openvino_genai
+
+        self.openvino, self.genai = openvino, openvino_genai
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.max_num_batched_tokens = 512
+        scheduler.enable_prefix_caching = False  # each turn measures the same prompts
+        self.pipeline = openvino_genai.ContinuousBatchingPipeline(
+            options["folder"], scheduler, "CPU", {"INFERENCE_NUM_THREADS": threads}
+        )
+        self.num_requests = 0
+        return {"versions": {name: version(name) for name in ("openvino-genai", "openvino")}}
+
+    def prefill(self, prompt: Ids) -> dict[str, Any]:
+        """See `Peer`."""
+        start = time.perf_counter()
+        ((token,),) = self._run([prompt], 1)[0]
+        return {"seconds": time.perf_counter() - start, "tokens": [token]}
+
+    def decode(self, prompts: list[Ids], num_tokens: int) -> dict[str, Any]:
+        """See `Peer`; prompts that do not fit into one step start one after the other."""
+        tokens, moments = self._run(prompts, num_tokens)
+        start = max(one[0] for one in moments)
+        return {
+            "seconds": max(one[-1] for one in moments) - start,
+            "count": sum(moment > start for one in moments for moment in one),
+            "tokens": [one[0] for one in tokens],
+        }
+
+    def _run(self, prompts: list[Ids], num_tokens: int) -> tuple[list[Ids], list[list[float]]]:
+        """Returns each prompt's new tokens, and when each came."""
+        import numpy as np
+
+        config = self.genai.GenerationConfig(max_new_tokens=num_tokens, ignore_eos=True, do_sample=False)
+        handles = []
+        for prompt in prompts:
+            ids = self.openvino.Tensor(np.array([prompt], np.int64))
+            handles.append(self.pipeline.add_request(self.num_requests, ids, config))
+            self.num_requests += 1
+        tokens: list[Ids] = [[] for _ in prompts]
+        moments: list[list[float]] = [[] for _ in prompts]
+        while self.pipeline.has_non_finished_requests():
+            self.pipeline.step()
+            now = time.perf_counter()
+            for handle, ids, times in zip(handles, tokens, moments, strict=True):
+                if handle.can_read():
+                    new = [token for output in handle.read().values() for token in output.generated_ids]
+                    ids += new
+                    times += [now] * len(new)
+        return tokens, moments
+
+
 PEERS: dict[str, type[Peer]] = {
     "jaxinfer": Jaxinfer,
     "llama.cpp": LlamaCpp,
     "transformers": Transformers,
+    "openvino": OpenVino,
 }
 
 

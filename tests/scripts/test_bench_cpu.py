@@ -21,6 +21,10 @@ for line in sys.stdin:
     elif request["op"] == "decode":
         count = len(request["prompts"]) * (request["num_tokens"] - 1)
         answer = {"seconds": 1e-3 * count, "count": count, "tokens": [7] * len(request["prompts"])}
+    elif request["op"] == "prepare":
+        with open(request["folder"] + "/source", "a") as file:
+            print(request["source"], file=file)
+        answer = {}
     elif request["op"] == "die":
         sys.exit(3)
     else:
@@ -96,18 +100,30 @@ def test_run_with_fake_engines_measures_compares_and_reports(
     ]
     bench_cpu.main([*flags, "--work_dir", str(tmp_path), "--output", str(output)])
     record = json.loads(output.read_text())
-    assert list(record["samples"]) == ["jaxinfer float32", "transformers float32", "transformers bfloat16"]
+    assert list(record["samples"]) == [
+        "jaxinfer float32",
+        "transformers float32",
+        "transformers bfloat16",
+        "openvino int8",
+    ]
     assert record["samples"]["jaxinfer float32"]["x16"] == pytest.approx([1000, 1000])
-    assert record["versions"] == {"jaxinfer": "1.0", "transformers": "1.0"}
+    assert record["versions"] == {"jaxinfer": "1.0", "transformers": "1.0", "openvino": "1.0"}
     assert [(ratio["case"], ratio["least"]) for ratio in record["ratios"]] == [
         ("prefill", 1.0),
         ("x1", 1.5),
         ("x16", 2.0),
+        ("prefill", None),  # OpenVINO's, in 8 bits, is no target of these policies
+        ("x1", None),
+        ("x16", None),
     ]
+    converted = tmp_path / model.stem / "openvino-int8"
+    assert (converted / "source").read_text() == f"{tmp_path / model.stem / 'float32'}\n"
+    assert (converted / "done").exists()
     assert any("llama.cpp" in note and "has no llama_cpp" in note for note in record["notes"])
     text = capsys.readouterr().out
     assert "transformers bfloat16: 16 of 16 first tokens as jaxinfer float32" in text
     verdicts = {line.split()[0]: line.split()[-1] for line in text.splitlines() if ">=" in line}
+    assert "openvino int8: 16 of 16 first tokens as jaxinfer float32" in text
     assert verdicts == {"prefill": "pass", "x1": "FAIL", "x16": "FAIL"}
 
 
