@@ -20,6 +20,8 @@ from jaxinfer.kernels.attention.paged import PagedKV
 from jaxinfer.kernels.attention.reference import MASKED, visible
 
 BLOCK = 256  # tokens of context at a time: their scores and pages stay in the cache of a core
+LEAST_BLOCK = 64
+BLOCK_BYTES = 2**20  # of keys that decode rows read at a time: what two cores hold
 TILE = 256  # queries of a chunk at a time
 SPREAD_HEADS = 4  # up to here all kv heads are multiplied at once, most of it zeros, rather than one by one
 
@@ -90,7 +92,7 @@ def _attend(
     K = C // H
     q = q * jnp.asarray(scale, q.dtype)
     form = _all_heads(q, K) if T == 1 and K <= SPREAD_HEADS else _by_kv_head(q, K)
-    step = min(pages.shape[1], max(1, BLOCK // Z))
+    step = min(pages.shape[1], max(1, (BLOCK if T > 1 else _decode_block(B * C * q.dtype.itemsize)) // Z))
     S = step * Z
     pages = jnp.pad(pages, ((0, 0), (0, -pages.shape[1] % step)), constant_values=-1)
     end = start + length
@@ -149,7 +151,11 @@ def _all_heads(q: jax.Array, K: int) -> _Form:
     ]
 
     def scores(q: jax.Array, keys: jax.Array) -> jax.Array:
-        return _product("bnc,bsc->bns", q, keys.reshape(B, -1, K * H))[:, :, None]
+        keys = keys.reshape(B, -1, K * H)
+        if q.dtype.itemsize < 4:
+            return _product("bnc,bsc->bns", q, keys)[:, :, None]
+        # Keys on the left: 0.27 against 0.93 ms (16 rows, AVX2); the barrier keeps XLA from turning it round again.
+        return jax.lax.optimization_barrier(_product("bsc,bnc->bsn", keys, q)).swapaxes(1, 2)[:, :, None]
 
     def mix(weights: jax.Array, values: jax.Array) -> jax.Array:
         return _product("bns,bsc->bnc", weights[:, :, 0], values.reshape(B, -1, K * H))[:, :, None]
@@ -179,6 +185,17 @@ def _by_kv_head(q: jax.Array, K: int) -> _Form:
 def _product(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
     precision = "highest" if x.dtype.itemsize == 4 else None
     return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32, precision=precision)
+
+
+def _decode_block(token_bytes: int) -> int:
+    """Returns the tokens of context at a time, of ``token_bytes`` each over all rows.
+
+    With 16 rows, 96 tokens of context: 72, 80 and 100 ms a step by 64, 128 and 256; with 2 rows they are equal.
+    """
+    S = BLOCK
+    while S > LEAST_BLOCK and S * token_bytes > BLOCK_BYTES:
+        S //= 2
+    return S
 
 
 def _first_block(start: jax.Array, length: jax.Array, window: jax.Array | int | None, S: int) -> jax.Array:
