@@ -167,3 +167,22 @@ def test_a_request_runs_out_of_time_and_others_do_not(toy: LLM):
 def test_swapping_needs_room(tmp_path_factory: pytest.TempPathFactory):
     with pytest.raises(ValueError, match=r"preemption_mode: swap needs memory.*host_cache_bytes"):
         open_toy(tmp_path_factory.mktemp("toy"), preemption_mode="swap", host_cache_bytes=0)
+
+
+@pytest.fixture(scope="module")
+def toy_crowd(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """TOY with 128 rows."""
+    changed = {"max_num_seqs": 128, "max_num_batched_tokens": 256, "kv_memory": "700 pages"}
+    return open_toy(tmp_path_factory.mktemp("toy"), draws=["sample"], host_cache_bytes=0, **changed)
+
+
+def test_127_neighbours_change_nothing(toy_crowd: LLM):
+    rng = random.Random(2)
+    prompts = [[*BELLA, *rng.choices(range(3, TOY_VOCAB), k=rng.randint(1, 40))] for _ in range(128)]
+    params = [
+        SamplingParams(seed=i, temperature=0 if i % 2 else 0.9, max_tokens=12, logprobs=1) for i in range(128)
+    ]
+    together = renew(toy_crowd).generate(prompts, params)
+    for i in range(0, 128, 9):
+        (alone,) = renew(toy_crowd, prefix_caching=False).generate([prompts[i]], params[i])
+        assert_same([together[i]], [alone])
