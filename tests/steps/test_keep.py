@@ -17,7 +17,7 @@ from jaxinfer.steps.keep import ExecutableStore, devices_of, key_of
 from tests.steps.kept_run import make_table, run
 
 ROOT = Path(__file__).parents[2]
-NUM_EXECUTABLES = 5  # prefill, draw, greedy, score, install
+NUM_EXECUTABLES = 6  # prefill, draw, greedy, score, embed, install
 
 
 def run_apart(folder: Path) -> list[str]:
