@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from jaxinfer.bench.table import align
+
 OURS = "jaxinfer"
 RATES = ("prefill", "x1", "x8", "x16")  # tokens a second; `start_*` are seconds
 STARTS = ("start_cold", "start_warm")
@@ -153,15 +155,3 @@ def format_limits(
                 numbers = [f"{num_bytes / 1e6:.0f}", f"{bandwidths[engine] / 1e9:.1f}"]
                 rows.append([engine, *numbers, case, f"{limit:.0f}", f"{reached:.0%}"])
     return align(rows)
-
-
-def align(rows: Sequence[Sequence[str]]) -> str:
-    """Returns rows as columns: the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
