@@ -77,10 +77,22 @@ class AsyncEngine:
           ValueError: a request that could never run.
           EngineError: the engine failed earlier. When it fails later, the last delta says ``error``.
         """
+        async with contextlib.aclosing(self.batches(prompt, params, **options)) as batches:
+            async for batch in batches:
+                for delta in batch:
+                    yield delta
+
+    async def batches(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncGenerator[list[Delta], None]:
+        """Yields as `stream` does, but all deltas that wait at once: one, or as many as came while nobody read."""
         handle = self.engine.prepare(prompt, params, stream=True, **options)
-        async with contextlib.aclosing(self._follow(handle)) as deltas:
-            async for delta in deltas:
-                yield delta
+        async with contextlib.aclosing(self._follow(handle)) as batches:
+            async for batch in batches:
+                yield batch
 
     async def generate(
         self,
@@ -90,8 +102,8 @@ class AsyncEngine:
     ) -> RequestOutput:
         """Runs one request to its end; being cancelled aborts it. See `stream`."""
         handle = self.engine.prepare(prompt, params, **options)
-        async with contextlib.aclosing(self._follow(handle)) as deltas:
-            async for _ in deltas:
+        async with contextlib.aclosing(self._follow(handle)) as batches:
+            async for _ in batches:
                 pass
         return handle.output()
 
@@ -124,13 +136,13 @@ class AsyncEngine:
             timeout=timeout,
             pooling=pooling,
         )
-        async with contextlib.aclosing(self._follow(handle)) as deltas:
-            async for _ in deltas:
+        async with contextlib.aclosing(self._follow(handle)) as batches:
+            async for _ in batches:
                 pass
         return handle.embedding(normalize=normalize), len(handle.prompt_token_ids)
 
-    async def _follow(self, handle: Handle) -> AsyncGenerator[Delta, None]:
-        """Queues a handle and yields its deltas until it has finished."""
+    async def _follow(self, handle: Handle) -> AsyncGenerator[list[Delta], None]:
+        """Queues a handle and yields the deltas that wait, all at once, until it has finished."""
         news = asyncio.Event()
         self._waiters[handle] = (asyncio.get_running_loop(), news)
         try:
@@ -144,8 +156,8 @@ class AsyncEngine:
             self._wake.set()
             while True:
                 finished = handle.finished
-                while handle.deltas:
-                    yield handle.deltas.popleft()
+                if waiting := [handle.deltas.popleft() for _ in range(len(handle.deltas))]:
+                    yield waiting
                 if finished:
                     return
                 await news.wait()

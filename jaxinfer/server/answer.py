@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -71,7 +71,7 @@ class Answer(ABC):
             return json_response(await or_leave(self.request.receive, self._whole()))
         events = self._events()
         first = await or_leave(self.request.receive, anext(events))
-        return EventStream(_chain(first, events))
+        return EventStream(first, events)
 
     async def _whole(self) -> dict[str, Any]:
         with self.service.named(self.kind, self.request, self.fields.request_id) as name:
@@ -148,12 +148,3 @@ class Answer(ABC):
 
 def _event(value: dict[str, Any]) -> bytes:
     return b"data: " + dumps(value) + b"\n\n"
-
-
-async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    try:
-        yield first
-        async for event in rest:
-            yield event
-    finally:
-        await rest.aclose()  # pyright: ignore[reportAttributeAccessIssue]

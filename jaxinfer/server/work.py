@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -73,25 +73,28 @@ async def all_or_none(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 async def merge(engine: AsyncEngine, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Delta], None]:
     """Yields what comes for any of several jobs, with the job's index; leaving early ends them all.
 
+    What waits for a reader that is slower than the engine is joined, one delta a choice.
+
     Raises:
       ApiError: one of them was refused.
     """
     if len(jobs) == 1:  # what nearly all are, and it costs neither tasks nor a queue
         job = jobs[0]
         try:
-            async with aclosing(engine.stream(job.ids, job.params, **job.options)) as deltas:
-                async for delta in deltas:
-                    yield 0, delta
+            async with aclosing(engine.batches(job.ids, job.params, **job.options)) as batches:
+                async for batch in batches:
+                    for delta in join(batch):
+                        yield 0, delta
         except (ValueError, RuntimeError) as error:
             raise to_api_error(error) from error
         return
-    news: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
+    news: asyncio.Queue[tuple[int, list[Delta]] | Exception | None] = asyncio.Queue()
 
     async def pump(index: int, job: Job) -> None:
         try:
-            async with aclosing(engine.stream(job.ids, job.params, **job.options)) as deltas:
-                async for delta in deltas:
-                    news.put_nowait((index, delta))
+            async with aclosing(engine.batches(job.ids, job.params, **job.options)) as batches:
+                async for batch in batches:
+                    news.put_nowait((index, batch))
             news.put_nowait(None)
         except Exception as error:
             news.put_nowait(to_api_error(error))
@@ -100,15 +103,46 @@ async def merge(engine: AsyncEngine, jobs: Sequence[Job]) -> AsyncGenerator[tupl
     try:
         left = len(jobs)
         while left:
-            item = await news.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                left -= 1
-            else:
-                yield item
+            waiting = [await news.get()]
+            waiting += [news.get_nowait() for _ in range(news.qsize())]
+            came: dict[int, list[Delta]] = {}
+            for item in waiting:
+                if isinstance(item, tuple):
+                    came.setdefault(item[0], []).extend(item[1])
+            for index, batch in came.items():
+                for delta in join(batch):
+                    yield index, delta
+            for item in waiting:
+                if isinstance(item, Exception):
+                    raise item
+            left -= waiting.count(None)
     finally:
         await cancel(*tasks)
+
+
+def join(batch: Sequence[Delta]) -> list[Delta]:
+    """Returns a delta a choice that says what several say; ends that are failures stay behind the text before."""
+    if len(batch) == 1:
+        return list(batch)
+    failed: list[Delta] = []
+    by_choice: dict[int, list[Delta]] = {}
+    for delta in batch:
+        is_failure = delta.finish_reason in ("error", "abort")
+        (failed if is_failure else by_choice.setdefault(delta.index, [])).append(delta)
+    return [_join(deltas) for deltas in by_choice.values()] + failed
+
+
+def _join(deltas: Sequence[Delta]) -> Delta:
+    if len(deltas) == 1:
+        return deltas[0]
+    has_logprobs = any(delta.logprobs is not None for delta in deltas)
+    return replace(
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        token_ids=[token for delta in deltas for token in delta.token_ids],
+        logprobs=[entry for delta in deltas for entry in delta.logprobs or ()] if has_logprobs else None,
+        num_cached_tokens=max(delta.num_cached_tokens for delta in deltas),
+    )
 
 
 def check_ends(ends: Sequence[tuple[str | None, str | None]], has_tokens: bool) -> None:
@@ -166,15 +200,15 @@ class EventStream(Response):
     """Server-sent events, which end when the client goes away, even while it is sent nothing.
 
     Args:
-      events: the bytes of each; closed at the end, however it comes.
+      first: the bytes of the first event. events: of the others; closed at the end, however it comes.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]):
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]):
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events = events
+        self._first, self._events = first, events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events."""
@@ -188,6 +222,7 @@ class EventStream(Response):
 
     async def _send(self, send: Callable[[Message], Awaitable[None]]) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
         async for event in self._events:
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
