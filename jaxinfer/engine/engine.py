@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Generator, Sequence
@@ -27,7 +28,6 @@ from jaxinfer.schedule.scheduler import Scheduler
 from jaxinfer.text import Tokenizer
 
 _log = logging.getLogger(__name__)
-
 
 NUM_EXPLAINED = 1000  # requests, the latest, of which `explain_prefix` can tell
 
@@ -61,9 +61,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ):
-        self.scheduler = scheduler
-        self.runner = runner
-        self.tokenizer = tokenizer
+        self.scheduler, self.runner, self.tokenizer = scheduler, runner, tokenizer
         self.vocab_size = vocab_size
         self.eos_ids = tuple(eos_ids)
         self.draws = tuple(draws)
@@ -75,7 +73,8 @@ class Engine:
         self.failure: BaseException | None = None
         self.draining = False
         self.wake_at: float | None = None
-        self._num_live = 0  # choices, from submission to the end
+        self._live: set[str] = set()  # the scheduler's ids of choices, from submission to the end
+        self._door = threading.Lock()  # held by who submits, never by who steps
         self._deadlines: list[tuple[float, int, Handle]] = []  # a heap
         self._recent: OrderedDict[str, Request] = OrderedDict()
         self._serial = itertools.count()
@@ -136,26 +135,24 @@ class Engine:
           RequestRefused: its request id is that of a live request. QueueFull: as many wait as may.
           EngineError: the engine failed earlier, or is draining.
         """
-        self._check_room(len(handle.choices))
-        if self._handles.setdefault(handle.request_id, handle) is not handle:
-            raise RequestRefused(f"request_id: {handle.request_id!r} is that of a live request, give another")
-        try:
-            self._check_open()  # again, for the loop may have failed since `prepare`
-        except EngineError:
-            self._handles.pop(handle.request_id, None)
-            raise
-        self._num_live += len(handle.choices)
-        self._inbox.append(handle)
+        name = handle.request_id
+        with self._door:
+            check_room(self.scheduler.config, len(handle.choices), len(self._live), self.metrics.e2e)
+            if self._handles.setdefault(name, handle) is not handle:
+                raise RequestRefused(f"request_id: {name!r} is that of a live request, give another")
+            try:
+                self._check_open()  # again, for the loop may have failed since `prepare`
+            except EngineError:
+                self._handles.pop(name, None)
+                raise
+            self._live.update(choice.spec.request_id for choice in handle.choices)
+            self._inbox.append(handle)
 
     def _check_open(self) -> None:
         if self.failure is not None:
             raise EngineError("the engine failed earlier and takes no requests") from self.failure
         if self.draining:
             raise EngineDraining("the engine is shutting down and takes no requests")
-
-    def _check_room(self, count: int) -> None:
-        config, e2e = self.scheduler.config, self.metrics.e2e
-        check_room(config, count, self._num_live, e2e.total / e2e.count if e2e.count else 1.0)
 
     def abort(self, request_id: str) -> None:
         """Ends a request at the next step, keeping what came so far; a name that is not live is ignored."""
@@ -269,6 +266,8 @@ class Engine:
 
     def _expire(self) -> None:
         """Ends what has run out of time."""
+        if len(self._deadlines) > 64 + 2 * len(self._handles):  # most have ended long before their time
+            self._deadlines = sorted(one for one in self._deadlines if not one[2].finished)
         while self._deadlines and (self._deadlines[0][2].finished or self._deadlines[0][0] <= self.clock()):
             handle = heapq.heappop(self._deadlines)[2]
             if not handle.finished:
@@ -343,7 +342,7 @@ class Engine:
             entries = choice.add_logprobs(result.logprobs, update.row)
         except Exception as error:
             self._spoil(choice, error)
-        count = len(request.output) - before
+        count = len(request.output) - before if choice.pooled is None else 0  # nobody sees an embedding's
         choice.times += [now] * count
         self.metrics.add_tokens(choice.times, count, handle.arrival)
         self.metrics.output_tokens += count
@@ -374,7 +373,7 @@ class Engine:
         self.metrics.finished[reason] += 1
         now = self.clock()
         self.metrics.add_end(choice.times, handle.arrival, handle.first_scheduled, now)
-        self._num_live -= 1
+        self._live.discard(choice.spec.request_id)
         self._rows.pop(choice.spec.request_id, None)
         if all(one.request.finish_reason is not None for one in handle.choices):
             self._handles.pop(handle.request_id, None)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.engine.handle import Handle
+from jaxinfer.engine.metrics import Histogram
 from jaxinfer.engine.options import RequestOptions, check_options
 from jaxinfer.engine.pooled import PARAMS as POOLING_PARAMS
 from jaxinfer.schedule.limits import SchedulerConfig
@@ -156,12 +157,12 @@ def make_specs(
     ]
 
 
-def check_room(config: SchedulerConfig, count: int, num_live: int, seconds: float) -> None:
+def check_room(config: SchedulerConfig, count: int, num_live: int, e2e: Histogram) -> None:
     """Refuses a request for which there is no place in the queue, for now or for ever.
 
     Args:
       config: says how many may run and wait. count: sequences of the request. num_live: that run or wait.
-      seconds: that a request takes, for a guess when a place is free again.
+      e2e: seconds that requests took, for a guess when a place is free again.
 
     Raises:
       RequestRefused: there can never be so many. QueueFull: there are too many now.
@@ -173,6 +174,7 @@ def check_room(config: SchedulerConfig, count: int, num_live: int, seconds: floa
         raise RequestRefused(f"n: got {count}, but at most {most} sequences may run and wait; ask for fewer")
     if num_live + count > most:
         rounds = (config.max_num_waiting + 1) / config.max_num_seqs
+        seconds = e2e.total / e2e.count if e2e.count else 1.0
         raise QueueFull(
             f"{num_live} sequences run or wait, and at most {config.max_num_waiting} may wait beside "
             f"{config.max_num_seqs} that run; try again later",

@@ -43,6 +43,10 @@ def check_options(options: RequestOptions) -> None:
     salt = options.get("cache_salt")
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise RequestRefused(f"cache_salt: got {salt!r}, must be a text that is not empty, or None")
+    name = options.get("request_id")
+    if name is not None and (not isinstance(name, str) or not name):
+        raise RequestRefused(f"request_id: got {name!r}, must be a text that is not empty, or None")
     timeout = options.get("timeout")
-    if timeout is not None and not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if timeout is not None and not (is_number and 0 < timeout < math.inf):
         raise RequestRefused(f"timeout: got {timeout!r}, must be seconds above 0, or None")

@@ -44,8 +44,9 @@ class SchedulerConfig:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            if isinstance(value, int) and value < (0 if name == "max_num_waiting" else 1):
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            least = 0 if name == "max_num_waiting" else 1
+            if isinstance(value, int) and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
         if self.max_num_batched_tokens <= self.max_num_seqs and self.max_num_seqs > 1:
             # A step full of decode rows would leave nothing for a prefill, for as long as those rows run.
             raise ValueError(

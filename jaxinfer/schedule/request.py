@@ -121,11 +121,7 @@ class Request:
     @property
     def needs_every_position(self) -> bool:
         """Whether every position must be computed, so that nothing may come from the prefix cache."""
-        return (
-            self.spec.params.prompt_logprobs is not None
-            or self.spec.pooling == "mean"
-            or self.spec.pooling == "mean"
-        )
+        return self.spec.params.prompt_logprobs is not None or self.spec.pooling == "mean"
 
     @property
     def num_known(self) -> int:

@@ -69,6 +69,16 @@ def test_a_prompt_preempted_in_its_middle_starts_its_sum_anew(pooling: Pooling):
     assert [len(one.output().outputs[0].token_ids) for one in elders] == [50] * 7
 
 
+def test_the_token_that_an_embedding_makes_is_not_counted():
+    engine, _ = make_pooling_engine()
+    handle = engine.submit("abc", pooling="last")
+    engine.run_until_done()
+    assert handle.embedding(normalize=False) == [ord("c"), 1]
+    assert (engine.metrics.prompt_tokens, engine.metrics.output_tokens) == (3, 0)
+    assert (engine.metrics.ttft.count, engine.metrics.e2e.count) == (0, 1)
+    assert engine.metrics.finished == {"length": 1}
+
+
 def test_hidden_states_that_are_not_finite_end_their_request_only():
     engine, runner = make_pooling_engine()
     runner.spoils = lambda piece: piece.request_id.startswith("bad")

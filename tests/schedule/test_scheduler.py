@@ -252,6 +252,7 @@ def test_commits_out_of_order_are_refused():
         ({"max_num_seqs": 32}, "must exceed max_num_seqs"),
         ({"prefill_chunk": 0}, "prefill_chunk"),
         ({"num_decode_steps": 0}, "num_decode_steps"),
+        ({"max_num_waiting": -1}, "max_num_waiting must be at least 0"),
     ],
 )
 def test_limits_are_checked(limits: dict[str, Any], words: str):
