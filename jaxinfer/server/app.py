@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from jaxinfer.server import chat, completions, others
+from jaxinfer.server import chat, completions, docs, others
 from jaxinfer.server.errors import install
 from jaxinfer.server.gate import Gate
 from jaxinfer.server.live import make_live_router
@@ -54,11 +54,16 @@ def make_app(service: Service) -> FastAPI:
         for status, says in ERRORS.items()
     }
     app = FastAPI(
-        title="jaxinfer", version=version("jaxinfer"), description=ABOUT, redoc_url=None, responses=described
+        title="jaxinfer",
+        version=version("jaxinfer"),
+        description=ABOUT,
+        docs_url=None,  # FastAPI's would come from elsewhere, and needs the network
+        redoc_url=None,
+        responses=described,
     )
     app.state.service = service
     app.openapi = partial(_describe, app.openapi, service.config.model_names)
-    for room in (completions, chat, others):
+    for room in (completions, chat, others, docs):
         app.include_router(room.router)
     app.include_router(make_live_router(service.engine))
     install(app)
@@ -69,7 +74,7 @@ def make_app(service: Service) -> FastAPI:
             allow_origins=list(service.config.cors_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id"],
+            expose_headers=["X-Request-Id", "Retry-After"],
         )
     return app
 

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from jaxinfer.engine.outputs import CompletionOutput, Delta, RequestOutput
 from jaxinfer.schedule.sampling_params import SamplingParams
 from jaxinfer.server.answer import Answer
-from jaxinfer.server.errors import ApiError
+from jaxinfer.server.errors import ApiError, renamed
 from jaxinfer.server.logprobs import chat_logprobs, prompt_logprobs
 from jaxinfer.server.protocol import ChatRequest
 from jaxinfer.server.service import Service, of_state
@@ -36,7 +36,8 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         params = params.replace(skip_special_tokens=False)
     ids = await service.encode_chat(body, body.tools if tools else None)
     service.check_choices(params.n, "n")
-    return await Chat(service, body, request, ids, params, tools).respond()
+    with renamed(prompt="messages"):
+        return await Chat(service, body, request, ids, params, tools).respond()
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,9 @@ def _params_of(service: Service, body: ChatRequest) -> SamplingParams:
     if body.prompt_logprobs is not None and body.stream:
         message = "prompt_logprobs: the API has no place for them in a stream"
         raise ApiError(400, message, param="prompt_logprobs")
-    return service.sampling_params(body, **changes)
+    limit = None if body.max_completion_tokens is None else "max_completion_tokens"
+    with renamed(logprobs="top_logprobs", max_tokens=limit):
+        return service.sampling_params(body, **changes)
 
 
 class Chat(Answer):

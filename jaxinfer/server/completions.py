@@ -10,7 +10,7 @@ from starlette.responses import Response
 from jaxinfer.engine.outputs import CompletionOutput, Delta, RequestOutput
 from jaxinfer.schedule.sampling_params import SamplingParams
 from jaxinfer.server.answer import Answer
-from jaxinfer.server.errors import ApiError
+from jaxinfer.server.errors import ApiError, renamed
 from jaxinfer.server.logprobs import TextOffsets, completion_logprobs, join_logprobs, prompt_logprobs
 from jaxinfer.server.protocol import CompletionRequest
 from jaxinfer.server.service import Service, chosen_first, of_state
@@ -50,12 +50,8 @@ def _params_of(service: Service, body: CompletionRequest) -> SamplingParams:
         changes |= {"max_tokens": 1, "n": 1}  # the engine always makes one; it is not shown
     if body.echo and body.logprobs is not None:
         changes["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
-    try:
+    with renamed(n=None if body.best_of is None else "best_of"):  # which is the engine's n
         return service.sampling_params(body, **changes)
-    except ApiError as error:
-        if error.param == "n" and body.best_of is not None:  # the engine's n is what the body calls best_of
-            error.param, error.message = "best_of", f"best_of: {error.message.partition(': ')[2]}"
-        raise
 
 
 class Completion(Answer):

@@ -20,7 +20,7 @@ class ServerConfig:
       max_choices: most choices of one request, prompts times ``best_of`` or ``n``.
       drain_seconds: how long running requests may go on after SIGTERM.
       timeout: seconds that a request may take where it gives no ``timeout`` itself, None for as long as it takes.
-      access_log: a line for each request, without its prompt.
+      access_log: a line for each request, without its prompt; none for health checks, metrics and the live view.
     """
 
     model_names: tuple[str, ...]

@@ -6,7 +6,8 @@ import http
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -67,6 +68,18 @@ class ApiError(Exception):
         return json_response(self.body, self.status, self.headers)
 
 
+@contextmanager
+def renamed(**names: str | None) -> Iterator[None]:
+    """Tells of fields by the names that a body has for them: ``renamed(prompt="messages")``; None changes nothing."""
+    try:
+        yield
+    except ApiError as error:
+        if error.param is not None and (name := names.get(error.param)) is not None:
+            error.message = name + error.message.removeprefix(error.param)
+            error.param = name
+        raise
+
+
 def to_api_error(error: Exception) -> ApiError:
     """Returns what the engine refused, or could not do, as an answer."""
     if isinstance(error, ApiError):
@@ -74,7 +87,10 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, QueueFull):
         return unavailable(str(error), "queue_full", error.retry_after)
     if isinstance(error, SamplingParamsError):
-        return ApiError(400, str(error), param=error.field.split(" ")[0])
+        code = (
+            "context_length_exceeded" if error.field == "prompt tokens" else None
+        )  # clients look for OpenAI's
+        return ApiError(400, str(error), param=error.field.split(" ")[0], code=code)
     if isinstance(error, ValueError):
         found = _FIELD.match(str(error))
         return ApiError(400, str(error), param=found[1] if found else None)

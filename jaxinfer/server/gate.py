@@ -21,6 +21,8 @@ _log = logging.getLogger("jaxinfer.server")
 GUARDED = ("/v1/", "/tokenize", "/detokenize", "/debug/", "/metrics", "/live")
 # What a server that is shutting down does not begin any more.
 WORK = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
+# What machines, and an open page twice a second, ask of a server; lines of these would bury the others.
+UNLOGGED = ("/live", "/health", "/ready", "/metrics")
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
@@ -67,7 +69,7 @@ class Gate:
                 error = ApiError(500, "the server failed on this request", code="internal_error")
                 await error.response()(scope, receive, send_named)
         finally:
-            if self._service.config.access_log:
+            if self._service.config.access_log and scope["path"] not in UNLOGGED:
                 self._note(scope, status, 1e3 * (time.perf_counter() - began))
 
     def _admit(self, path: str, headers: Headers) -> None:

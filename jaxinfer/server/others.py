@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from jaxinfer.server.errors import ApiError, json_response, unavailable
+from jaxinfer.server.errors import ApiError, json_response, renamed, unavailable
 from jaxinfer.server.prometheus import render
 from jaxinfer.server.protocol import ChatFields, DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 from jaxinfer.server.service import Service, of_state
@@ -39,13 +39,14 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
     service = of_state(request)
     model = service.check_model(body.model)
     prompts = await service.encode_prompts(body.input, "input")
-    service.check_choices(len(prompts), "input")
-    with service.named("embd", request) as name:
+    with service.named("embd", request) as name, renamed(prompt="input"):
         work = [
             service.async_engine.embed(
                 ids,
                 pooling=body.pooling or "last",
                 priority=body.priority or 0,
+                cache_salt=body.cache_salt,
+                timeout=service.timeout_of(body),
                 request_id=name if len(prompts) == 1 else f"{name}-{i}",
             )
             for i, ids in enumerate(prompts)

@@ -14,6 +14,9 @@ from jaxinfer.schedule.sampling_params import MAX_LOGPROBS
 
 TokenIds = list[int]
 Prompts = str | list[str] | TokenIds | list[TokenIds]
+Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)] | None
+Salt = Annotated[str, Field(min_length=1)] | None
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
 
 
 def refused(what: str) -> Any:
@@ -87,18 +90,14 @@ class RequestFields(Body):
     model: str | None = Field(default=None, description="a name of /v1/models; the one model when left out")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(
-        default=None, description="lower is more important"
-    )
-    cache_salt: Annotated[str, Field(min_length=1)] | None = Field(
+    priority: Priority = Field(default=None, description="lower is more important")
+    cache_salt: Salt = Field(
         default=None, description="prompts share cached beginnings only under the same salt"
     )
     request_id: Annotated[str, Field(pattern=r"^[\w.:-]{1,128}$")] | None = Field(
         default=None, description="name of the request, that no live request has"
     )
-    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        default=None, description="seconds from arrival after which the request ends"
-    )
+    timeout: Seconds = Field(default=None, description="seconds from arrival after which the request ends")
     user: str | None = no_effect("who asks")
 
 
@@ -224,7 +223,9 @@ class EmbeddingRequest(Body):
         default=None, description="of hidden states; last when left out"
     )
     dimensions: None = refused("shorter embeddings")
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    priority: Priority = None
+    cache_salt: Salt = None
+    timeout: Seconds = None
     user: str | None = no_effect("who asks")
 
 

@@ -18,7 +18,14 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.schedule.sampling_params import SamplingParams
 from jaxinfer.server.config import ServerConfig
 from jaxinfer.server.errors import ApiError, to_api_error
-from jaxinfer.server.protocol import ChatFields, Prompts, RequestFields, SamplingFields, Tool
+from jaxinfer.server.protocol import (
+    ChatFields,
+    EmbeddingRequest,
+    Prompts,
+    RequestFields,
+    SamplingFields,
+    Tool,
+)
 from jaxinfer.text import Tokenizer, encode_chat
 from jaxinfer.text.chat import find_template
 from jaxinfer.text.tools import ToolFormat, tool_format_of
@@ -127,7 +134,7 @@ class Service:
         finally:
             self._live.discard(name)
 
-    def timeout_of(self, body: RequestFields) -> float | None:
+    def timeout_of(self, body: RequestFields | EmbeddingRequest) -> float | None:
         """Returns the seconds that a request may take."""
         return self.config.timeout if body.timeout is None else body.timeout
 
@@ -145,23 +152,23 @@ class Service:
           given: see `Prompts`. name: of the field. special: whether texts get the BOS the model wants.
 
         Raises:
-          ApiError: no prompt, or one that has no token.
+          ApiError: no prompt, too many, or one that has no token.
         """
         if isinstance(given, list) and not given:
             raise ApiError(400, f"{name}: got an empty list, must be at least one prompt", param=name)
         prompts = [given] if isinstance(given, str) or isinstance(given[0], int) else given
-        ids = []
-        for i, prompt in enumerate(prompts):
-            if isinstance(prompt, str):
-                text = prompt
-                prompt = await self.work(
-                    len(text), lambda text=text: self.tokenizer.encode(text, add_special_tokens=special)
-                )
-            if not prompt:
-                where = name if len(prompts) == 1 else f"{name}[{i}]"
-                message = f"{where}: got no tokens (this tokenizer adds none of its own), give at least one"
-                raise ApiError(400, message, param=name, code="empty_prompt")
-            ids.append(prompt)
+        self.check_choices(len(prompts), name)
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        # All of them at once: many short texts are as long as a long one.
+        encoded = await self.work(
+            sum(map(len, texts)),
+            lambda: [self.tokenizer.encode(text, add_special_tokens=special) for text in texts],
+        )
+        ids: list[Any] = encoded or [prompt for prompt in prompts if not isinstance(prompt, str)]
+        if empty := [i for i, one in enumerate(ids) if not one]:
+            where = name if len(ids) == 1 else f"{name}[{empty[0]}]"
+            message = f"{where}: got no tokens (this tokenizer adds none of its own), give at least one"
+            raise ApiError(400, message, param=name, code="empty_prompt")
         return ids
 
     async def encode_chat(self, body: ChatFields, given_tools: Sequence[Tool] | None) -> list[int]:
@@ -178,7 +185,7 @@ class Service:
             # OpenAI's later name of it; templates that do not know it would drop the message or fail.
             messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
         tools = [tool.model_dump(exclude_none=True) for tool in given_tools or ()]
-        size = sum(len(str(message.get("content", ""))) for message in messages)
+        size = len(repr((messages, tools, body.chat_template_kwargs)))  # a template may write out all of it
 
         def run() -> list[int]:
             return encode_chat(

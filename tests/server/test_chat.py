@@ -130,6 +130,15 @@ def test_what_is_not_supported_is_refused_by_name(hello: Served, name: str, valu
     assert error["message"].startswith(name)
 
 
+def test_fields_are_called_what_the_body_calls_them(hello: Served):
+    error = bad(hello.post(PATH, messages=[{"role": "user", "content": "x" * 5000}]), 400, "messages", "5005")
+    assert error["code"] == "context_length_exceeded"
+    limits = {"max_tokens": 0, "max_completion_tokens": 0}
+    for name, body in (*((one, {one: 0}) for one in limits), ("top_logprobs", {"top_logprobs": 99})):
+        error = bad(hello.post(PATH, messages=[USER], logprobs=True, **body), 400, name)
+        assert error["message"].startswith(name)
+
+
 def test_what_says_nothing_about_the_answer_is_taken(hello: Served):
     harmless = {
         "user": "u",

@@ -102,6 +102,8 @@ def test_pages_of_other_places_may_call_where_they_are_listed(serve: Serve, hell
     refused = served.http.post(PATH, json={"prompt": "p"}, headers={"Origin": "https://a.example"})
     assert refused.status_code == 401
     assert refused.headers["access-control-allow-origin"] == "https://a.example"
+    shown = refused.headers["access-control-expose-headers"]
+    assert {name.strip() for name in shown.split(",")} == {"X-Request-Id", "Retry-After"}
     other = served.http.post(PATH, json={}, headers={"Origin": "https://b.example"})
     assert "access-control-allow-origin" not in other.headers
     assert "access-control-allow-origin" not in hello.http.get("/health", headers=asks).headers
@@ -113,6 +115,8 @@ def test_the_log_has_a_line_a_request_and_no_prompt(serve: Serve, caplog: pytest
         for stream in (False, True):
             headers = {"X-Request-Id": f"id-{stream}"}
             served.http.post(PATH, json={"prompt": "secret", "stream": stream}, headers=headers)
+        for path in ("/live", "/health", "/ready", "/metrics"):  # asked all day long: no line
+            assert served.http.get(path).status_code == 200
         served.http.get("/a%0Ab")
         until(lambda: len(caplog.records) == 3)
     # A line comes after its answer, so one may overtake another.
