@@ -98,6 +98,20 @@ def read_bytes(name: str, text: str | int) -> int:
     return int(float(found.group(1)) * _UNITS[found.group(2) or "b"])
 
 
+def count_host_pages(text: str | int, bytes_a_page: int) -> int:
+    """Returns how many pages ``host_cache_bytes`` buys, 0 for 0.
+
+    Raises:
+      ValueError: another form, or less than a page, which would keep nothing.
+    """
+    budget = read_bytes("host_cache_bytes", text)
+    if 0 < budget < bytes_a_page:
+        raise ValueError(
+            f"host_cache_bytes: got {text!r}, less than one page of {bytes_a_page} bytes; give at least that, or 0"
+        )
+    return budget // bytes_a_page
+
+
 def choose_preemption(
     config: RunConfig, host_pages: int, page_bytes: int, num_weights: int
 ) -> tuple[PreemptionMode, str]:
@@ -227,7 +241,7 @@ def build_engine(config: RunConfig, model: Model | None = None, say: Say = lambd
     store = open_store(config.compile_cache, say)
     shapes = stacked_shapes(cfg, policy, sizes)
     each = page_bytes(cfg, policy, config.page_size)
-    num_host_pages = read_bytes("host_cache_bytes", config.host_cache_bytes) // each
+    num_host_pages = count_host_pages(config.host_cache_bytes, each)
     num_weights = sum(leaf.size for leaf in jax.tree.leaves(shapes["stacks"]))
     preemption, why = choose_preemption(config, num_host_pages, each, num_weights)
     if num_host_pages:

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxinfer.build import AUTO_KV_BYTES, RunConfig, choose_buckets, choose_policy, kv_pages, plan_memory
+from jaxinfer.build import (
+    AUTO_KV_BYTES,
+    RunConfig,
+    choose_buckets,
+    choose_policy,
+    count_host_pages,
+    kv_pages,
+    plan_memory,
+)
 from jaxinfer.config import AttentionConfig, LayerKind, MlpConfig, ModelConfig, RopeConfig
 
 GIB = 2**30
@@ -54,6 +62,16 @@ def test_auto_takes_a_fixed_share_one_long_request_or_half_the_device():
 def test_memory_of_another_form_or_too_little_is_refused(text: str):
     with pytest.raises(ValueError, match="kv_memory"):
         kv_pages(text, 1024, 64, 8, GIB)
+
+
+def test_memory_of_the_host_buys_whole_pages():
+    assert [count_host_pages(text, 1024) for text in (0, "0", "1KiB", 4095, "1 MiB")] == [0, 0, 1, 3, 1024]
+
+
+@pytest.mark.parametrize("text", ["lots", "-1", "25%", 1023, "1000B"])
+def test_memory_of_the_host_that_would_keep_nothing_is_refused(text: str | int):
+    with pytest.raises(ValueError, match=r"host_cache_bytes: got .*(1024|must be bytes)"):
+        count_host_pages(text, 1024)
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,8 @@ class PrefixCache:
         Returns:
           Whether there were any and all were copied; what found no room will be computed anew.
         """
+        if request.needs_every_position:
+            return False  # it could not use them
         self._enter(request)
         keys = request.prefix.keys[: request.prefix.num_registered]
         saved = [self.host.save(key, self._page_of[key], request) for key in keys if key in self._page_of]
@@ -150,22 +152,17 @@ class PrefixCache:
     def end(self, request: Request) -> None:
         """Forgets what nobody but this request could find."""
         self.host.unpin(request)
-        if self.enabled:
-            return
+        if not self.enabled:
+            self.forget(request)
+
+    def forget(self, request: Request) -> None:
+        """Forgets what lies under the keys of a request that has ended; nobody finds it, who holds it keeps it."""
         for key in request.prefix.keys:
             self.host.discard(key)
             page = self._page_of.pop(key, None)
             if page is not None:
                 del self._key_of[page]
                 self.pool.forget(page)
-
-    def forget(self, request: Request) -> None:
-        """Forgets the pages of a running request whose numbers went wrong, so that nobody finds them."""
-        for key, page in zip(request.prefix.keys, request.pages, strict=False):
-            if self._page_of.get(key) == page:
-                del self._page_of[key], self._key_of[page]
-                self.pool.forget(page)
-            self.host.discard(key)
 
     def clear(self) -> None:
         """Forgets all that nobody holds."""

@@ -366,14 +366,13 @@ class Scheduler:
         """Forgets a request that ended, running or waiting."""
         del self._live[request.spec.request_id]
         if request.slot >= 0:
-            if request.finish_reason == "error":
-                self.prefix.forget(request)
-            else:
-                self.prefix.register(request)  # the next turn of a conversation begins with this one
+            self.prefix.register(request)  # the next turn of a conversation begins with this one
             self._leave(request, ended=True)
         else:
             self.waiting.remove(request)
             self.prefix.end(request)
+        if request.finish_reason == "error":
+            self.prefix.forget(request)
 
 
 _rank = attrgetter("rank")

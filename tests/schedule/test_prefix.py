@@ -139,6 +139,35 @@ def test_a_request_whose_numbers_went_wrong_leaves_nothing_to_find():
     assert cached(run_one(house, "b", prompt(9))) == 0
 
 
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_numbers_that_go_wrong_after_a_preemption_leave_nothing_to_find_either(mode: str):
+    house = shared(8, max_len=32, host_pages=8, preemption_mode=mode)
+    scheduler, house.lag = house.scheduler, 2
+    scheduler.add(spec("elder", num_new=24))
+    request = scheduler.add(spec("a", num_new=20, prompt=prompt(9, 40)))
+    while scheduler.num_preemptions == 0:
+        house.step()
+    assert request.num_inflight == 1, "it gave way before its last token came"
+    plan, tokens = house.flight.popleft()
+    tokens[[row.request_id for row in plan.decode].index("a")] = [-1]
+    scheduler.commit(plan, tokens)
+    assert request.finish_reason == "error"
+    house.run()
+    assert cached(run_one(house, "b", prompt(9, 40))) == 0
+
+
+def test_what_must_be_computed_anew_is_not_swapped():
+    house = swapping("swap", prefix_caching=True)
+    params = SamplingParams(max_tokens=200, prompt_logprobs=1)
+    requests = [
+        house.scheduler.add(spec(name, 16, 200, seed=i, params=params)) for i, name in enumerate("abcd")
+    ]
+    house.run()
+    assert house.scheduler.preemptions.keys() == {"recompute"}
+    assert not any(plan.loads for plan in house.plans)
+    assert [request.output for request in requests] == [expected(request) for request in requests]
+
+
 def test_nothing_is_shared_or_remembered_when_it_is_off():
     house = House(make())
     run_one(house, "a", prompt(9))
