@@ -62,13 +62,10 @@ class Engine:
         sleep: Callable[[float], None] = time.sleep,
     ):
         self.scheduler, self.runner, self.tokenizer = scheduler, runner, tokenizer
-        self.vocab_size = vocab_size
-        self.eos_ids = tuple(eos_ids)
-        self.draws = tuple(draws)
+        self.vocab_size, self.eos_ids, self.draws = vocab_size, tuple(eos_ids), tuple(draws)
         max_len = scheduler.config.max_len
         self._intake = Intake(tokenizer, vocab_size, self.eos_ids, self.draws, check, max_len, clock)
-        self.clock = clock
-        self._sleep = sleep
+        self.clock, self._sleep = clock, sleep
         self.metrics = EngineMetrics()
         self.failure: BaseException | None = None
         self.draining = False
@@ -153,6 +150,10 @@ class Engine:
             raise EngineError("the engine failed earlier and takes no requests") from self.failure
         if self.draining:
             raise EngineDraining("the engine is shutting down and takes no requests")
+
+    def is_live(self, request_id: str) -> bool:
+        """Returns whether a request has this name; one that was aborted keeps it until the next step."""
+        return request_id in self._handles
 
     def abort(self, request_id: str) -> None:
         """Ends a request at the next step, keeping what came so far; a name that is not live is ignored."""

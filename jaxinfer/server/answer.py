@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from typing import Any
 
 from fastapi import Request
@@ -15,7 +15,7 @@ from jaxinfer.engine.outputs import Delta, RequestOutput
 from jaxinfer.schedule.sampling_params import SamplingParams
 from jaxinfer.server.errors import ApiError, dumps, json_response
 from jaxinfer.server.protocol import RequestFields
-from jaxinfer.server.service import Service, usage_of
+from jaxinfer.server.service import Service, names_of, usage_of
 from jaxinfer.server.work import DONE, EventStream, Job, check_ends, generate_all, merge, or_leave
 
 
@@ -74,7 +74,7 @@ class Answer(ABC):
         return EventStream(first, events)
 
     async def _whole(self) -> dict[str, Any]:
-        with self.service.named(self.kind, self.request, self.fields.request_id) as name:
+        with self._named() as name:
             outputs = await generate_all(self.service.async_engine, self._jobs(name))
             choices = self.choices(outputs)
         self._count(outputs)
@@ -85,7 +85,7 @@ class Answer(ABC):
         options = self.fields.stream_options
         running = bool(options and options.continuous_usage_stats)
         usage = bool(options and options.include_usage)
-        with self.service.named(self.kind, self.request, self.fields.request_id) as name:
+        with self._named() as name:
             head = self._head(name, self.objects[1])
             started = False
             try:
@@ -124,9 +124,12 @@ class Answer(ABC):
                 for piece in self.pieces(job, delta):
                     yield piece
 
+    def _named(self) -> AbstractContextManager[str]:
+        return self.service.named(self.kind, self.request, self.fields.request_id, len(self.ids))
+
     def _jobs(self, name: str) -> list[Job]:
         body = self.fields
-        names = [name] if len(self.ids) == 1 else [f"{name}-{i}" for i in range(len(self.ids))]
+        names = names_of(name, len(self.ids))
         timeout = self.service.timeout_of(body)
         return [
             Job(one, ids, self.params, body.priority or 0, body.cache_salt, timeout)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from jaxinfer.server.errors import ApiError, json_response, renamed, unavailable
 from jaxinfer.server.prometheus import render
 from jaxinfer.server.protocol import ChatFields, DetokenizeRequest, EmbeddingRequest, TokenizeRequest
-from jaxinfer.server.service import Service, of_state
+from jaxinfer.server.service import Service, names_of, of_state
 from jaxinfer.server.work import all_or_none, or_leave
 
 router = APIRouter()
@@ -39,7 +39,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
     service = of_state(request)
     model = service.check_model(body.model)
     prompts = await service.encode_prompts(body.input, "input")
-    with service.named("embd", request) as name, renamed(prompt="input"):
+    with service.named("embd", request, count=len(prompts)) as name, renamed(prompt="input"):
         work = [
             service.async_engine.embed(
                 ids,
@@ -47,9 +47,9 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt,
                 timeout=service.timeout_of(body),
-                request_id=name if len(prompts) == 1 else f"{name}-{i}",
+                request_id=one,
             )
-            for i, ids in enumerate(prompts)
+            for one, ids in zip(names_of(name, len(prompts)), prompts, strict=True)
         ]
         try:
             results = await or_leave(request.receive, all_or_none(work))

@@ -116,23 +116,29 @@ class Service:
         return names[0] if name is None else name
 
     @contextmanager
-    def named(self, kind: str, request: Request, given: str | None = None) -> Iterator[str]:
+    def named(self, kind: str, request: Request, given: str | None = None, count: int = 1) -> Iterator[str]:
         """Yields the name of a request, which holds as long as the context does.
 
         Args:
           kind: ``cmpl`` or the like, its beginning. request: its X-Request-Id is taken where it is free.
-          given: the name that the body gives.
+          given: the name that the body gives. count: of prompts, which have names of their own by `names_of`.
         """
         name = f"{kind}-{given or request.state.request_id}"
-        if given is not None and name in self._live:
-            raise ApiError(400, f"request_id: {given!r} is that of a live request", param="request_id")
-        if name in self._live:
+        if self._is_live(name, count):
+            if given is not None:
+                raise ApiError(400, f"request_id: {given!r} is that of a live request", param="request_id")
             name = f"{name}-{secrets.token_hex(4)}"
-        self._live.add(name)
+        taken = {name, *names_of(name, count)}
+        self._live |= taken
         try:
             yield name
         finally:
-            self._live.discard(name)
+            self._live -= taken
+
+    def _is_live(self, name: str, count: int) -> bool:
+        """Tells whether a name or its prompts' are in use; the engine may have one a step longer than its client."""
+        names = {name, *names_of(name, count)}
+        return not names.isdisjoint(self._live) or any(map(self.engine.is_live, names))
 
     def timeout_of(self, body: RequestFields | EmbeddingRequest) -> float | None:
         """Returns the seconds that a request may take."""
@@ -223,6 +229,11 @@ class Service:
         if count > self.config.max_choices:
             message = f"{name}: asks for {count} choices in all, at most {self.config.max_choices} a request"
             raise ApiError(400, message, param=name)
+
+
+def names_of(name: str, count: int) -> list[str]:
+    """Returns the engine's names for the prompts of a request."""
+    return [name] if count == 1 else [f"{name}-{i}" for i in range(count)]
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from jaxinfer.schedule.sampling_params import SamplingParams
 from tests.engine.fakes import EOS
 from tests.server.conftest import Serve, Served, bad, good
 
@@ -181,6 +182,25 @@ def test_a_name_that_is_live_is_refused(serve: Serve):
         header = {"X-Request-Id": "mine"}
         reply = served.http.post(PATH, json={"prompt": "p", "max_tokens": 1}, headers=header)
         assert good(reply)["id"].startswith("cmpl-mine-")
+
+
+def test_a_header_that_names_a_live_request_is_no_fault(serve: Serve):
+    """Neither a part of a request of several prompts, nor one that the engine has a step longer than its client."""
+    served = serve(b"a", **LONG)
+    body = {"prompt": ["p", "q"], "max_tokens": 300_000, "ignore_eos": True, "stream": True}
+    with served.http.stream("POST", PATH, json=body, headers={"X-Request-Id": "mine"}) as first:
+        lines = first.iter_lines()  # closes the connection when it is let go of
+        next(lines)
+        for name in ("mine-0", "mine-1"):
+            reply = served.http.post(
+                PATH, json={"prompt": "p", "max_tokens": 1}, headers={"X-Request-Id": name}
+            )
+            assert good(reply)["id"].startswith(f"cmpl-{name}-")
+    until(lambda: is_idle(served))
+    held = served.engine.prepare("p", SamplingParams(max_tokens=1), request_id="cmpl-late")
+    served.engine.enqueue(held)  # nobody wakes the loop for it
+    reply = served.http.post(PATH, json={"prompt": "p", "max_tokens": 1}, headers={"X-Request-Id": "late"})
+    assert good(reply)["id"].startswith("cmpl-late-")
 
 
 def test_too_many_choices_are_refused(serve: Serve):
