@@ -197,10 +197,11 @@ def test_a_header_that_names_a_live_request_is_no_fault(serve: Serve):
             )
             assert good(reply)["id"].startswith(f"cmpl-{name}-")
     until(lambda: is_idle(served))
-    held = served.engine.prepare("p", SamplingParams(max_tokens=1), request_id="cmpl-late")
-    served.engine.enqueue(held)  # nobody wakes the loop for it
+    params = SamplingParams(max_tokens=300_000, ignore_eos=True)
+    served.engine.enqueue(served.engine.prepare("p", params, request_id="cmpl-late"))
     reply = served.http.post(PATH, json={"prompt": "p", "max_tokens": 1}, headers={"X-Request-Id": "late"})
     assert good(reply)["id"].startswith("cmpl-late-")
+    served.engine.abort("cmpl-late")
 
 
 def test_too_many_choices_are_refused(serve: Serve):
