@@ -91,6 +91,9 @@ class Distributions:
 
     def add_tokens(self, times: Sequence[float], count: int, arrival: float) -> None:
         """Counts the last ``count`` of a choice's tokens, which reached the host at ``times``."""
+        if count == 1 and len(times) > 1:  # most often, and fast
+            self.itl.add(times[-1] - times[-2])
+            return
         for index in range(len(times) - count, len(times)):
             if index:
                 self.itl.add(times[index] - times[index - 1])

@@ -125,8 +125,9 @@ class Scheduler:
         admitted = self._admit(candidates, len(decode), pieces, sampled) if num_steps == 1 else []
         if not decode and not pieces:
             return None
-        for request in self.running:
-            self.prefix.register(request)  # from here on, for later plans
+        for request in self.running if self.prefix.enabled else ():
+            if request.num_written // self.pool.page_size > request.prefix.num_registered:
+                self.prefix.register(request)  # from here on, for later plans
         saves, loads = self.prefix.host.take_orders()
         plan = Plan(
             self._num_plans,
@@ -229,8 +230,9 @@ class Scheduler:
         pieces: list[PrefillPiece] = []
         sampled: list[Request] = []
         ended_prefills: list[Request] = []
-        num_decode = sum(r.num_written >= r.num_prefill and r.num_left > 0 for r in self.running)
-        running, index = self.running, 0
+        running, index, num_decode = self.running, 0, 0
+        if any(r.num_written < r.num_prefill for r in running):  # who else would ask
+            num_decode = sum(r.num_written >= r.num_prefill and r.num_left > 0 for r in running)
         while index < len(running):  # it shrinks while it is walked
             request = running[index]
             index += 1
@@ -239,7 +241,10 @@ class Scheduler:
                 budget = self._prefill_budget(num_decode, pieces)
                 if budget and self._add_piece(request, budget, pieces):
                     ended_prefills.append(request)
-            elif request.num_left > 0 and self._grow(request, position + num_steps):
+            elif request.num_left > 0 and (
+                position + num_steps <= len(request.pages) * self.pool.page_size  # most often, and fast
+                or self._grow(request, position + num_steps)
+            ):
                 decode.append(DecodeRow(request.slot, request.spec.request_id, position))
                 sampled.append(request)
                 request.num_written = position + num_steps
