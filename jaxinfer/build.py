@@ -161,14 +161,17 @@ def choose_buckets(config: RunConfig, max_len: int) -> Buckets:
     most = mixed_tokens(config)
     mixing = None
     if most is not None and not config.prefill_buckets:
-        mixing = tuple(sorted({(1, most), (2, most // 2) if most >= 16 else (1, most)}))
+        mixing = ((1, most), (2, most // 2)) if most > 1 else ((1, 1),)
     return Buckets(tuple(decode), tuple(sorted(set(prefill))), width, mixed, config.num_decode_steps, mixing)
 
 
 def mixed_tokens(config: RunConfig) -> int | None:
-    """Returns the most tokens of prompts in a step that decodes too, None for no limit but the step's."""
+    """Returns the most tokens of prompts in a step that decodes too, None for no limit but the step's.
+
+    Buckets that a run names are for pieces of their size: fewer tokens would only be padded up to it.
+    """
     most = config.mixed_prefill_tokens
-    if most is None and jax.default_backend() == "cpu":
+    if most is None and jax.default_backend() == "cpu" and not config.prefill_buckets:
         most = MIXED_TOKENS_CPU
     return min(most, config.max_num_batched_tokens) if most else None
 
@@ -247,14 +250,8 @@ def build_engine(config: RunConfig, model: Model | None = None, say: Say = lambd
     if num_host_pages:
         say(f"host cache: {num_host_pages} pages; preemption by {preemption} ({why})")
     table = StepTable(static, shapes, cache, slots, store)
-    extras = [
-        name
-        for name, on in (
-            ("recall", config.enable_prefix_caching or num_host_pages),
-            ("copies", num_host_pages),
-        )
-        if on
-    ]
+    extras = ["recall"] if config.enable_prefix_caching or num_host_pages else []
+    extras += ["copies"] if num_host_pages else []
     with ThreadPoolExecutor(1) as pool:  # shapes are enough to compile: weights are read meanwhile
         compiling = pool.submit(table.compile, buckets.shapes(), config.draws, say, extras)
         params = stack_layers(model.load(policy, None, None), sizes)

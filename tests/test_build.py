@@ -15,6 +15,7 @@ from jaxinfer.build import (
     choose_policy,
     count_host_pages,
     kv_pages,
+    mixed_tokens,
     plan_memory,
 )
 from jaxinfer.config import AttentionConfig, LayerKind, MlpConfig, ModelConfig, RopeConfig
@@ -100,6 +101,24 @@ def test_runs_that_cannot_be_are_refused_at_once(given: dict[str, Any], says: st
 
 def test_one_row_may_take_a_token_a_step():
     assert RunConfig(max_num_seqs=1, max_num_batched_tokens=1).max_num_batched_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "most", "mixing"),
+    [
+        ({}, 32, ((1, 32), (2, 16))),
+        ({"mixed_prefill_tokens": 1}, 1, ((1, 1),)),
+        ({"mixed_prefill_tokens": 9999}, 512, ((1, 512), (2, 256))),
+        ({"mixed_prefill_tokens": 0}, None, ((1, 64), (1, 512), (8, 64))),
+        ({"prefill_buckets": ((4, 128),)}, None, ((4, 128),)),  # pieces of 32 would be computed as 512 tokens
+        ({"prefill_buckets": ((4, 128),), "mixed_prefill_tokens": 128}, 128, ((4, 128),)),
+    ],
+)
+def test_prompts_beside_decode_rows_have_a_limit_that_their_shapes_fit(
+    given: dict[str, Any], most: int | None, mixing: tuple[tuple[int, int], ...]
+):
+    config = RunConfig(**given)
+    assert (mixed_tokens(config), choose_buckets(config, 1024).mixing) == (most, mixing)
 
 
 def test_policies_are_chosen_or_parsed():
