@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Self, Unpack
 
 from jaxinfer.engine.engine import Engine, EngineError
@@ -41,14 +41,17 @@ class AsyncEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    async def drain(self, seconds: float) -> None:
+    async def drain(self, seconds: float, hurried: Callable[[], bool] = lambda: False) -> None:
         """Takes nothing new, waits until what runs and waits has ended, and aborts what has not after ``seconds``.
 
         The engine's own thread goes on until `close`.
+
+        Args:
+          seconds: to wait. hurried: asked meanwhile whether to wait no longer.
         """
         self.engine.draining = True
         give_up = time.monotonic() + seconds
-        while self.engine.has_work and time.monotonic() < give_up:
+        while self.engine.has_work and time.monotonic() < give_up and not hurried():
             await asyncio.sleep(_DRAIN_POLL)
         for handle in list(self._waiters):
             self.engine.abort(handle.request_id)

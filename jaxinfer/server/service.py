@@ -34,7 +34,6 @@ T = TypeVar("T")
 # Characters that are encoded on the event loop: a millisecond. Longer texts go to a thread.
 LONG_TEXT = 4096
 ENCODE_THREADS = 2
-DRAIN_LOOK_SECONDS = 0.02
 
 
 class Service:
@@ -93,11 +92,8 @@ class Service:
 
     async def drain(self, seconds: float) -> None:
         """Takes no more requests, and returns once none runs or, after ``seconds`` or `hurry`, all were ended."""
-        self.draining = self.engine.draining = True
-        give_up = time.monotonic() + seconds
-        while self.engine.has_work and time.monotonic() < give_up and not self._hurried:
-            await asyncio.sleep(DRAIN_LOOK_SECONDS)
-        await self.async_engine.drain(0)
+        self.draining = True
+        await self.async_engine.drain(seconds, lambda: self._hurried)
 
     def hurry(self) -> None:
         """Makes a drain end what runs now."""
