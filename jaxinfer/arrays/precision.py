@@ -2,91 +2,209 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import jax.numpy as jnp
 
-from jaxinfer.arrays.specs import FLOAT32_ROLES, Role
+from jaxinfer.arrays.formats import FLOAT32, PLAIN, Format
+from jaxinfer.arrays.specs import FLOAT32_ROLES, ParamSpec, Role
 
-FORMATS: dict[str, jnp.dtype] = {
-    "float32": jnp.dtype(jnp.float32),
-    "bfloat16": jnp.dtype(jnp.bfloat16),
-    "float16": jnp.dtype(jnp.float16),
-}
+# A word in place of settings.
 ALIASES = {
-    "fp32": "float32",
-    "f32": "float32",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "f16": "float16",
-    "half": "float16",
+    "w8a16": "weights=int8",
+    "w8a8": "weights=int8,act=int8",
+    "w4a16": "weights=int4:g64",
+    "w4a8": "weights=int4:g64,act=int8",
+    "kv8": "kv=int8",
+    "kv4": "kv=int4:g32",
+}
+ROLES = ("weights", "embedding", "head", "kv", "act", "compute")
+_ROLE_ALIASES = {"lm_head": "head", "embed": "embedding", "activations": "act"}
+_ACT_ALIASES = {"fp8": "fp8_e4m3", "e4m3": "fp8_e4m3"}
+# Which weights a format of activations multiplies.
+ACTS = {
+    "compute": None,
+    "int8": ("int8", "int4"),
+    "fp8_e4m3": ("fp8_e4m3", "fp8_e5m2"),
 }
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Number formats by role; every name is a key of `FORMATS`.
+    """Number formats by role.
 
     Attributes:
-      weights: matrices, embedding and head as they lie in memory.
+      weights: matrices of the layers. embedding, head: the two tables (one where the model ties them).
       kv: pages of the KV cache.
-      compute: activations between matmuls and the operands of matmuls.
+      act: what rows are rounded to before they meet a weight of codes: ``int8`` or ``fp8_e4m3``, dynamically with a
+        scale a row; ``compute`` leaves them.
+      compute: activations between matmuls, and the operands of matmuls that are not of ``act``.
+      exceptions: patterns of dotted paths (`fnmatch`, or what a path begins with) and the format of what they match;
+        of several that match, the last holds.
     Sums inside matmuls, norms, softmax, rope angles, router, logits and sampling are always float32.
     """
 
-    weights: str = "float32"
-    kv: str = "float32"
+    weights: Format = FLOAT32
+    embedding: Format = FLOAT32
+    head: Format = FLOAT32
+    kv: Format = FLOAT32
+    act: str = "compute"
     compute: str = "float32"
+    exceptions: tuple[tuple[str, Format], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.compute not in PLAIN:
+            raise ValueError(f"compute: got {self.compute}; must be one of {', '.join(PLAIN)}")
+        if self.act not in ACTS:
+            raise ValueError(f"act: got {self.act!r}; must be one of {', '.join(ACTS)}")
+        kinds = ACTS[self.act]
+        coded = {f.kind: f for f in self._weight_formats() if not f.is_plain}
+        if kinds and (not coded or not coded.keys() <= set(kinds)):
+            got = ", ".join(map(str, coded.values())) or str(self.weights)
+            raise ValueError(
+                f"act={self.act} multiplies weights of {' or '.join(kinds)}, got {got}; take such weights, or "
+                "act=compute, which multiplies all"
+            )
+        if self.kv.offset:
+            raise ValueError(f"kv: got {self.kv}; pages have no offsets, leave `zero` out")
 
     @classmethod
-    def parse(cls, text: str) -> Policy:
+    def parse(cls, text: str, base: str = "float32") -> Policy:
         """Returns the policy that a string names.
 
         Args:
-          text: a format for all roles (``bfloat16``, ``bf16``), or ``weights=bfloat16,kv=float16,compute=bfloat16``
-            where a role left out takes the format of ``compute``.
+          text: settings and words with commas between: ``role=format`` of the roles above, ``pattern=format`` of an
+            exception (``layers.0=bf16``, ``*.down=int8``), one plain format for all roles (``bf16``), or a word of
+            `ALIASES` (``w8a8,kv8``).
+          base: the plain format of what the string leaves open.
+
+        A role left out: compute takes the format of plain weights, else ``base``; weights and kv take compute's;
+        embedding and head each other's, else the weights', but int8 where those have 4 bits: rounding the tables to 4
+        costs more than the bytes are worth.
 
         Raises:
-          ValueError: an unknown role or format, with the ones that exist.
+          ValueError: an unknown role or format, or a combination that cannot be, with the ones that exist.
         """
-        roles = tuple(cls.__dataclass_fields__)
-        if "=" not in text:
-            name = _format(text, "policy")
-            return cls(name, name, name)
         given: dict[str, str] = {}
-        for part in text.split(","):
-            role, _, value = (piece.strip() for piece in part.partition("="))
-            if role not in roles or role in given:
-                problem = "named twice" if role in given else "unknown"
-                raise ValueError(f"policy {text!r}: role {role!r} is {problem}; roles: {', '.join(roles)}")
-            given[role] = _format(value, role)
-        base = given.get("compute", given.get("weights", "float32"))
-        return replace(cls(base, base, base), **given)
+        for name, value in _settings(text):
+            if name in given:
+                raise ValueError(f"policy {text!r}: {name!r} is named twice")
+            given[name] = value
+        everything = given.pop("", None)
+        if everything is not None:
+            given = {"weights": everything, "compute": everything} | given
+        formats = {
+            name: Format.parse(value, name) for name, value in given.items() if name not in ("act", "compute")
+        }
+        weights = formats.pop("weights", None)
+        compute = given.get("compute")
+        compute = Format.parse(compute or (str(weights) if weights and weights.is_plain else base), "compute")
+        weights = weights or compute
+        table = Format("int8") if weights.bits == 4 else weights
+        embedding, head = formats.pop("embedding", None), formats.pop("head", None)
+        act = given.get("act", "compute").lower()
+        return cls(
+            weights=weights,
+            embedding=embedding or head or table,
+            head=head or embedding or table,
+            kv=formats.pop("kv", compute),
+            act=_ACT_ALIASES.get(act, act),
+            compute=str(compute),
+            exceptions=tuple(formats.items()),
+        )
+
+    def format_of(self, path: str, spec: ParamSpec) -> Format:
+        """Returns the format in which a parameter lies in memory.
+
+        Args:
+          path: its dotted path, ``layers.3.attn.q``.
+          spec: its description; norms, biases and routers are float32.
+        """
+        if spec.role in FLOAT32_ROLES:
+            return FLOAT32
+        for pattern, fmt in reversed(self.exceptions):
+            if _matches(pattern, path):
+                return fmt
+        return {"embedding": self.embedding, "head": self.head}.get(spec.role, self.weights)
+
+    def check_model(self, paths: Iterable[str], tied: bool) -> None:
+        """Holds the policy against a model.
+
+        Args:
+          paths: of its parameters. tied: whether the embedding is the head.
+
+        Raises:
+          ValueError: an exception that matches nothing, or two formats for one table.
+        """
+        paths = list(paths)
+        for pattern, _ in self.exceptions:
+            if not any(_matches(pattern, path) for path in paths):
+                raise ValueError(
+                    f"policy: {pattern!r} matches no parameter; paths are such as {paths[0]}, layers.0.attn.q, *.down"
+                )
+        if tied and self.embedding != self.head:
+            raise ValueError(
+                f"policy: the model's head is its embedding, got embedding={self.embedding} and head={self.head}; "
+                "name one of them, or both alike"
+            )
 
     def dtype_of(self, role: Role) -> jnp.dtype:
-        """Returns the dtype in which a parameter of ``role`` lies in memory."""
-        return FORMATS["float32"] if role in FLOAT32_ROLES else FORMATS[self.weights]
+        """Returns the dtype in which a parameter of ``role`` lies in memory, exceptions apart."""
+        return self.format_of("", ParamSpec((), (), role)).dtype
 
     @property
     def compute_dtype(self) -> jnp.dtype:
         """The dtype of activations."""
-        return FORMATS[self.compute]
+        return PLAIN[self.compute].dtype
 
     @property
     def kv_dtype(self) -> jnp.dtype:
-        """The dtype of KV pages."""
-        return FORMATS[self.kv]
+        """The dtype of numbers in KV pages."""
+        return self.kv.dtype
 
     def __str__(self) -> str:
-        if self.weights == self.kv == self.compute:
-            return self.weights
-        return f"weights={self.weights},kv={self.kv},compute={self.compute}"
+        settings = {role: str(getattr(self, role)) for role in ("weights", "kv", "compute")}
+        if {*settings.values(), str(self.embedding), str(self.head)} == {
+            self.compute
+        } and not self.exceptions:
+            return self.compute
+        settings |= {role: str(getattr(self, role)) for role in ("embedding", "head")}
+        settings |= {"act": self.act} | {pattern: str(fmt) for pattern, fmt in self.exceptions}
+        left_out = Policy.parse(f"weights={settings['weights']},compute={settings['compute']}")
+        for role in ("embedding", "head"):
+            if self.embedding == self.head == getattr(left_out, role):
+                del settings[role]
+        if self.act == "compute":
+            del settings["act"]
+        return ",".join(f"{name}={value}" for name, value in settings.items())
+
+    def _weight_formats(self) -> list[Format]:
+        return [self.weights, self.embedding, self.head, *(fmt for _, fmt in self.exceptions)]
 
 
-def _format(text: str, what: str) -> str:
-    name = ALIASES.get(text.strip().lower(), text.strip().lower())
-    if name not in FORMATS:
-        raise ValueError(
-            f"{what}: unknown format {text!r}; formats: {', '.join(FORMATS)} (short: {', '.join(ALIASES)})"
-        )
-    return name
+def _settings(text: str) -> Iterable[tuple[str, str]]:
+    """Yields the settings of a policy's string by name; a plain format for all roles has the name ""."""
+    for part in text.split(","):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if name.lower() in ALIASES and not equals:
+            yield from _settings(ALIASES[name.lower()])
+        elif not equals:
+            if not (fmt := Format.parse(name, "policy")).is_plain:
+                raise ValueError(
+                    f"policy: {name} is no format for all roles; say weights={name}, or a word: {', '.join(ALIASES)}"
+                )
+            yield "", str(fmt)
+        else:
+            name = _ROLE_ALIASES.get(name, name)
+            if name not in ROLES and not name.startswith(("layers.", "embed.", "head.")) and "*" not in name:
+                raise ValueError(
+                    f"policy {text!r}: role {name!r} is unknown; roles: {', '.join(ROLES)}; or a pattern of "
+                    "parameters, as layers.0 or *.down"
+                )
+            yield name, value
+
+
+def _matches(pattern: str, path: str) -> bool:
+    return fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")

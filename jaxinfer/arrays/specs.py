@@ -21,11 +21,13 @@ class ParamSpec:
       shape: its dimensions.
       axes: a logical axis name for each dimension (None is never sharded); sharding.py maps them to mesh axes.
       role: what the precision policy asks by.
+      num_in: how many trailing dimensions a product sums over.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     role: Role = "matrix"
+    num_in: int = 1
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):

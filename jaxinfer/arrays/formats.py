@@ -1,0 +1,156 @@
+"""Number formats: how a number lies in memory, alone or as a code under a scale that it shares with its neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+
+class Kind(NamedTuple):
+    """A family of formats.
+
+    Attributes:
+      bits: of a stored number. dtype: of the array that holds it; two numbers of 4 bits lie in a byte.
+      largest: magnitude of a code (symmetric integers: what the scale is sized by).
+      group: numbers that share a scale where the format fixes it, None where the user chooses.
+    """
+
+    bits: int
+    dtype: jnp.dtype
+    largest: float
+    group: int | None = None
+
+
+def _plain(dtype: jnp.dtype) -> Kind:
+    return Kind(8 * dtype.itemsize, dtype, float(jnp.finfo(dtype).max))
+
+
+_BYTE = jnp.dtype(jnp.uint8)
+PLAIN = {name: _plain(jnp.dtype(name)) for name in ("float32", "bfloat16", "float16")}
+CODED = {
+    "int8": Kind(8, jnp.dtype(jnp.int8), 127),
+    "fp8_e4m3": _plain(jnp.dtype(jnp.float8_e4m3fn)),
+    "fp8_e5m2": _plain(jnp.dtype(jnp.float8_e5m2)),
+    "int4": Kind(4, _BYTE, 8),
+    "mxfp4": Kind(4, _BYTE, 6, 32),
+    "nvfp4": Kind(4, _BYTE, 6, 16),
+}
+KINDS = PLAIN | CODED
+ALIASES = {
+    "fp32": "float32",
+    "f32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "f16": "float16",
+    "half": "float16",
+    "fp8": "fp8_e4m3",
+    "e4m3": "fp8_e4m3",
+    "e5m2": "fp8_e5m2",
+    "fp4": "mxfp4",
+}
+INT4_GROUP = 64  # of `int4` where no group is named
+
+
+@dataclass(frozen=True)
+class Format:
+    """How numbers lie in memory: ``w = code * scale``, or ``code * scale + offset``.
+
+    Attributes:
+      kind: a key of `KINDS`.
+      group: numbers along the last axis that share a scale; None is one scale for all inputs of an output.
+      offset: whether an offset lies beside each scale; only integers have one.
+    """
+
+    kind: str
+    group: int | None = None
+    offset: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"unknown format {self.kind!r}; formats: {', '.join(KINDS)}")
+        if fixed := KINDS[self.kind].group:
+            if self.group not in (None, fixed):
+                raise ValueError(
+                    f"{self.kind}: its groups are of {fixed}, got g{self.group}; leave the group out"
+                )
+            object.__setattr__(self, "group", fixed)
+        if self.is_plain and (self.group or self.offset):
+            raise ValueError(f"{self.kind} has no scales, so neither groups nor offsets")
+        if self.group is not None and (self.group < 8 or self.group & (self.group - 1)):
+            raise ValueError(
+                f"{self.kind}: got groups of {self.group}; must be a power of two from 8, as g32, g64, g128"
+            )
+        if self.offset and not self.is_integer:
+            raise ValueError(f"{self.kind} has no offsets; int4 and int8 have")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether numbers lie as they are, without scales."""
+        return self.kind in PLAIN
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether codes are whole numbers."""
+        return self.kind in ("int8", "int4")
+
+    @property
+    def bits(self) -> int:
+        """Bits of a stored number, without its share of the scale."""
+        return KINDS[self.kind].bits
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the array that holds the numbers: uint8 for two of 4 bits."""
+        return KINDS[self.kind].dtype
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of a code, which a scale is sized by."""
+        return KINDS[self.kind].largest
+
+    def __str__(self) -> str:
+        fixed = KINDS[self.kind].group
+        group = "" if self.group == fixed else f":g{self.group}"
+        channel = ":channel" if self.kind == "int4" and self.group is None else ""
+        return f"{self.kind}{group}{channel}{':zero' * self.offset}"
+
+    @classmethod
+    def parse(cls, text: str, what: str = "format") -> Format:
+        """Returns the format that a string names.
+
+        Args:
+          text: a kind or its short name, then ``:g64`` for groups (``:channel`` for none) and ``:zero`` for offsets:
+            ``bf16``, ``int8``, ``int4`` (groups of 64), ``int4:g32:zero``, ``fp8_e4m3:g128``, ``mxfp4``.
+          what: named by the error.
+
+        Raises:
+          ValueError: no such format, with the ones that exist.
+        """
+        name, *options = (part.strip().lower() for part in text.split(":"))
+        kind = ALIASES.get(name, name)
+        group = INT4_GROUP if kind == "int4" else None
+        offset = False
+        for option in options:
+            if option == "zero":
+                offset = True
+            elif option == "channel":
+                group = None
+            elif option[:1] == "g" and option[1:].isascii() and option[1:].isdigit():
+                group = int(option[1:])
+            else:
+                raise ValueError(
+                    f"{what}: {text!r} has unknown option {option!r}; options: g32 (a group), channel, zero"
+                )
+        if kind not in KINDS:
+            raise ValueError(
+                f"{what}: unknown format {text!r}; formats: {', '.join(KINDS)} (short: {', '.join(ALIASES)})"
+            )
+        try:
+            return cls(kind, group, offset)
+        except ValueError as error:
+            raise ValueError(f"{what}: {error}") from None
+
+
+FLOAT32 = Format("float32")
