@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.arrays.precision import Policy
-from jaxinfer.hardware import has_native_bfloat16
+from jaxinfer.hardware import cpu_features
 
 FEW_ROWS = 32  # on a CPU, up to here the weight is the better left operand
 
@@ -51,19 +51,21 @@ def _multiply(x: jax.Array, y: jax.Array, **options: Any) -> jax.Array:
 def _few_rows(x: jax.Array, w: jax.Array, precision: jax.lax.Precision | None) -> jax.Array:
     """As `linear` for few rows on XLA's CPU backend: ``x [M, in]``, ``w [out, in]``, float32 result.
 
-    The weight on the left runs faster than on the right: bfloat16 1.3 to 1.5 times (2 rows 14 against 22 ms for the
-    layers of SmolLM2, 16 rows 18 against 24), float32 with AVX2 about twice (31 against 52 ms, 54 against 100; at 64
-    rows they are equal). A processor without bfloat16 instructions has it the other way round in 16 bits (104 against
-    37 ms). The barrier keeps XLA from turning it round again. A single row would fall onto a naive loop in 16-bit
-    types, so it gets company.
+    The weight on the left runs faster in float32 (layers and head of SmolLM2 on Zen 4: 2 rows 26 against 37 ms, 16
+    rows 39 against 56), and in bfloat16 on a processor whose tiles multiply it (AMX: 2 rows 14 against 22 ms, 16 rows
+    18 against 24). Vector instructions have it the other way round in 16 bits (Zen 4: 62 against 20 ms, 59 against 34).
+    The barrier keeps XLA from turning it round again. A single row would fall onto a naive loop in 16-bit types, so it
+    gets company.
     """
     M = len(x)
     if x.dtype.itemsize < 4:
         x = jnp.pad(x, ((0, max(0, 2 - M)), (0, 0)))
     options: dict[str, Any] = {"precision": precision, "preferred_element_type": jnp.float32}
-    if x.dtype.itemsize < 4 and not _multiplies_bfloat16():
+    if x.dtype.itemsize < 4 and not _has_tiles():
         return _multiply(x, w, **options)[:M]
     return jax.lax.optimization_barrier(_multiply(w, x, **options)).T[:M]
 
 
-_multiplies_bfloat16 = cache(has_native_bfloat16)
+@cache
+def _has_tiles() -> bool:
+    return "amx_bf16" in cpu_features()
