@@ -50,6 +50,7 @@ ALIASES = {
     "e5m2": "fp8_e5m2",
     "fp4": "mxfp4",
 }
+SCALES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}  # how a format's name says its scales
 INT4_GROUP = 64  # of `int4` where no group is named
 
 
@@ -61,11 +62,14 @@ class Format:
       kind: a key of `KINDS`.
       group: numbers along the last axis that share a scale; None is one scale for all inputs of an output.
       offset: whether an offset lies beside each scale; only integers have one.
+      scale: dtype of scales and offsets where it is not the usual one (bfloat16 in groups, float32 per channel):
+        checkpoints bring float16 or float32, and rounding those again would change the weights.
     """
 
     kind: str
     group: int | None = None
     offset: bool = False
+    scale: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -84,6 +88,12 @@ class Format:
             )
         if self.offset and not self.is_integer:
             raise ValueError(f"{self.kind} has no offsets; int4 and int8 have")
+        if self.scale and (self.is_plain or fixed):
+            raise ValueError(f"{self.kind}: the dtype of its scales cannot be chosen, got {self.scale}")
+        if self.scale not in ("", *PLAIN):
+            raise ValueError(f"{self.kind}: got scales of {self.scale!r}; must be one of {', '.join(PLAIN)}")
+        if self.scale == ("float32" if self.group is None else "bfloat16"):
+            object.__setattr__(self, "scale", "")
 
     @property
     def is_plain(self) -> bool:
@@ -114,15 +124,17 @@ class Format:
         fixed = KINDS[self.kind].group
         group = "" if self.group == fixed else f":g{self.group}"
         channel = ":channel" if self.kind == "int4" and self.group is None else ""
-        return f"{self.kind}{group}{channel}{':zero' * self.offset}"
+        scale = f":{SCALES[self.scale]}" if self.scale else ""
+        return f"{self.kind}{group}{channel}{':zero' * self.offset}{scale}"
 
     @classmethod
     def parse(cls, text: str, what: str = "format") -> Format:
         """Returns the format that a string names.
 
         Args:
-          text: a kind or its short name, then ``:g64`` for groups (``:channel`` for none) and ``:zero`` for offsets:
-            ``bf16``, ``int8``, ``int4`` (groups of 64), ``int4:g32:zero``, ``fp8_e4m3:g128``, ``mxfp4``.
+          text: a kind or its short name, then ``:g64`` for groups (``:channel`` for none), ``:zero`` for offsets and
+            ``:f16`` or ``:f32`` for scales: ``bf16``, ``int8``, ``int4`` (groups of 64), ``int4:g32:zero``,
+            ``int8:g32:f16``, ``fp8_e4m3:g128``, ``mxfp4``.
           what: named by the error.
 
         Raises:
@@ -131,24 +143,27 @@ class Format:
         name, *options = (part.strip().lower() for part in text.split(":"))
         kind = ALIASES.get(name, name)
         group = INT4_GROUP if kind == "int4" else None
-        offset = False
+        offset, scale = False, ""
+        names = {short: name for name, short in SCALES.items()}
         for option in options:
             if option == "zero":
                 offset = True
+            elif option in names:
+                scale = names[option]
             elif option == "channel":
                 group = None
             elif option[:1] == "g" and option[1:].isascii() and option[1:].isdigit():
                 group = int(option[1:])
             else:
                 raise ValueError(
-                    f"{what}: {text!r} has unknown option {option!r}; options: g32 (a group), channel, zero"
+                    f"{what}: {text!r} has unknown option {option!r}; options: g32 (a group), channel, zero, f16"
                 )
         if kind not in KINDS:
             raise ValueError(
                 f"{what}: unknown format {text!r}; formats: {', '.join(KINDS)} (short: {', '.join(ALIASES)})"
             )
         try:
-            return cls(kind, group, offset)
+            return cls(kind, group, offset, scale)
         except ValueError as error:
             raise ValueError(f"{what}: {error}") from None
 

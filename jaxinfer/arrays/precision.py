@@ -41,6 +41,8 @@ class Policy:
       act: what rows are rounded to before they meet a weight of codes: ``int8`` or ``fp8_e4m3``, dynamically with a
         scale a row; ``compute`` leaves them.
       compute: activations between matmuls, and the operands of matmuls that are not of ``act``.
+      keep: whether weights lie as their checkpoint has them (``weights=checkpoint``), those that it holds in full in
+        ``compute``. Such a policy is settled against a checkpoint (`weights.settle`) before it says a format.
       exceptions: patterns of dotted paths (`fnmatch`, or what a path begins with) and the format of what they match;
         of several that match, the last holds.
     Sums inside matmuls, norms, softmax, rope angles, router, logits and sampling are always float32.
@@ -53,6 +55,7 @@ class Policy:
     act: str = "compute"
     compute: str = "float32"
     exceptions: tuple[tuple[str, Format], ...] = ()
+    keep: bool = False
 
     def __post_init__(self) -> None:
         if self.compute not in PLAIN:
@@ -61,7 +64,7 @@ class Policy:
             raise ValueError(f"act: got {self.act!r}; must be one of {', '.join(ACTS)}")
         kinds = ACTS[self.act]
         coded = {f.kind: f for f in self._weight_formats() if not f.is_plain}
-        if kinds and (not coded or not coded.keys() <= set(kinds)):
+        if kinds and not self.keep and (not coded or not coded.keys() <= set(kinds)):
             got = ", ".join(map(str, coded.values())) or str(self.weights)
             raise ValueError(
                 f"act={self.act} multiplies weights of {' or '.join(kinds)}, got {got}; take such weights, or "
@@ -69,6 +72,10 @@ class Policy:
             )
         if self.kv.offset:
             raise ValueError(f"kv: got {self.kv}; pages have no offsets, leave `zero` out")
+        if self.kv.scale:
+            raise ValueError(
+                f"kv: got {self.kv}; the scales of pages cannot be chosen, leave their dtype out"
+            )
 
     @classmethod
     def parse(cls, text: str, base: str = "float32") -> Policy:
@@ -76,8 +83,8 @@ class Policy:
 
         Args:
           text: settings and words with commas between: ``role=format`` of the roles above, ``pattern=format`` of an
-            exception (``layers.0=bf16``, ``*.down=int8``), one plain format for all roles (``bf16``), or a word of
-            `ALIASES` (``w8a8,kv8``).
+            exception (``layers.0=bf16``, ``*.down=int8``), ``weights=checkpoint``, one plain format for all roles
+            (``bf16``), or a word of `ALIASES` (``w8a8,kv8``).
           base: the plain format of what the string leaves open.
 
         A role left out: compute takes the format of plain weights, else ``base``; weights and kv take compute's;
@@ -95,6 +102,9 @@ class Policy:
         everything = given.pop("", None)
         if everything is not None:
             given = {"weights": everything, "compute": everything} | given
+        keep = given.get("weights", "").lower() == "checkpoint"
+        if keep:
+            del given["weights"]
         formats = {
             name: Format.parse(value, name) for name, value in given.items() if name not in ("act", "compute")
         }
@@ -113,6 +123,7 @@ class Policy:
             act=_ACT_ALIASES.get(act, act),
             compute=str(compute),
             exceptions=tuple(formats.items()),
+            keep=keep,
         )
 
     def format_of(self, path: str, spec: ParamSpec) -> Format:
@@ -166,6 +177,8 @@ class Policy:
 
     def __str__(self) -> str:
         settings = {role: str(getattr(self, role)) for role in ("weights", "kv", "compute")}
+        if self.keep:
+            settings["weights"] = "checkpoint"
         if {*settings.values(), str(self.embedding), str(self.head)} == {
             self.compute
         } and not self.exceptions:

@@ -103,6 +103,8 @@ def abstract(spec: ParamSpec, fmt: Format) -> Any:
 
 
 def scale_dtype(fmt: Format) -> jnp.dtype:
-    """Returns the dtype of the scales of a weight that we round ourselves."""
+    """Returns the dtype of a weight's scales: the format's own, or what we round to."""
+    if fmt.scale:
+        return jnp.dtype(fmt.scale)
     fixed = {"mxfp4": jnp.uint8, "nvfp4": jnp.float8_e4m3fn}
     return jnp.dtype(fixed.get(fmt.kind, jnp.float32 if fmt.group is None else jnp.bfloat16))

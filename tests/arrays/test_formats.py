@@ -13,9 +13,11 @@ from jaxinfer.arrays.formats import ALIASES, CODED, KINDS, PLAIN, Format
 def every_format() -> list[Format]:
     """Returns all kinds with all the groups and offsets that they may have."""
     formats = []
-    for kind, group, offset in product(KINDS, (None, 8, 32, 64, 128, 16), (False, True)):
+    for kind, group, offset, scale in product(
+        KINDS, (None, 8, 32, 64, 128, 16), (False, True), ("", "float16", "float32", "bfloat16")
+    ):
         try:
-            formats.append(Format(kind, group, offset))
+            formats.append(Format(kind, group, offset, scale))
         except ValueError:
             continue
     return formats
@@ -39,6 +41,9 @@ def test_every_format_is_named_by_its_string():
         ("fp8:g128", Format("fp8_e4m3", 128)),
         ("mxfp4", Format("mxfp4", 32)),
         ("nvfp4:g16", Format("nvfp4", 16)),
+        ("int4:g32:zero:f16", Format("int4", 32, offset=True, scale="float16")),
+        ("int8:f32", Format("int8")),  # the usual scales need no name
+        ("int8:g32:bf16", Format("int8", 32)),
     ],
 )
 def test_strings_name_formats(text: str, fmt: Format):
@@ -55,6 +60,8 @@ def test_strings_name_formats(text: str, fmt: Format):
         ("mxfp4:g16", "groups are of 32"),
         ("bf16:g32", "no scales"),
         ("fp8:zero", "no offsets; int4 and int8"),
+        ("mxfp4:f16", "scales cannot be chosen"),
+        ("bf16:f16", "scales cannot be chosen"),
         ("int4:g²", "unknown option"),
     ],
 )

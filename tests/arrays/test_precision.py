@@ -40,6 +40,12 @@ def same(fmt: Format) -> Policy:
         ("w4a16,lm_head=bf16", Policy(INT4, BF16, BF16)),
         ("w4a16,head=int4:g32,embed=bf16", Policy(INT4, BF16, Format("int4", 32))),
         ("w4a8,layers.0=bf16", Policy(INT4, INT8, INT8, act="int8", exceptions=(("layers.0", BF16),))),
+        ("weights=checkpoint", Policy(keep=True)),
+        (
+            "bf16,weights=Checkpoint,act=int8,layers.0=f16",
+            Policy(*[BF16] * 4, act="int8", compute="bfloat16", exceptions=(("layers.0", F16),), keep=True),
+        ),
+        ("weights=checkpoint,lm_head=int8", Policy(embedding=INT8, head=INT8, keep=True)),
         ("weights=fp8,act=fp8", Policy(*[Format("fp8_e4m3")] * 3, act="fp8_e4m3")),
     ],
 )
