@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 
+from jaxinfer.arrays.backend import backend
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.config import ModelConfig
 from jaxinfer.engine.engine import Engine
@@ -302,5 +303,8 @@ def open_store(compile_cache: bool | str, say: Say) -> ExecutableStore | None:
 
 
 def default_stack_size(cfg: ModelConfig) -> int:
-    """Returns layers a scan: unrolled on CPU (its scans copy each layer's weights), one scan elsewhere."""
-    return 1 if jax.default_backend() == "cpu" else cfg.num_layers
+    """Returns layers a scan: one scan on TPU, unrolled elsewhere, where a scan copies each layer's weights.
+
+    Llama-3-8B compiled for an H100, 64 rows: 0.405 GiB temporary in one scan, 0.009 GiB unrolled; on a TPU v5p both fuse.
+    """
+    return cfg.num_layers if backend() == "tpu" else 1

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.arrays.backend import backend
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.hardware import cpu_features
 
@@ -32,7 +33,7 @@ def linear(x: jax.Array, w: jax.Array, policy: Policy, out_dtype: jnp.dtype | No
     # Two flat matrices: given several dimensions, XLA's CPU backend copies weights into another order first.
     rows = x.reshape(len(x), -1).astype(dtype)
     flat = w.reshape(-1, rows.shape[1]).astype(dtype)
-    on_cpu = jax.default_backend() == "cpu"
+    on_cpu = backend() == "cpu"
     precision = jax.lax.Precision.HIGHEST if dtype.itemsize == 4 else None
     if on_cpu and len(x) <= FEW_ROWS:
         y = _few_rows(rows, flat, precision)

@@ -99,7 +99,8 @@ def _attend(
     position = start[:, None] + jnp.arange(T, dtype=jnp.int32)
 
     def read(pool: jax.Array, ids: jax.Array) -> jax.Array:
-        flat = pool.reshape(num_layers * P, Z * C)
+        # [.., Z, C] as it lies: a row of Z*C has other tiles, and a TPU copied the whole pool into them at every layer.
+        flat = pool.reshape(num_layers * P, Z, C)
         index = kv.layer * P + jnp.clip(ids.reshape(-1), 0, P - 1)
         numbers = decode(flat.at[index].get(mode="promise_in_bounds"), kv.dtype)
         return numbers.reshape(B, S, K, H).astype(q.dtype)
