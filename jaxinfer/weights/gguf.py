@@ -21,6 +21,7 @@ import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+from jaxinfer.arrays.quantized import Quantized
 from jaxinfer.weights.buffers import empty
 from jaxinfer.weights.errors import (
     CheckpointError,
@@ -30,6 +31,7 @@ from jaxinfer.weights.errors import (
     UnsupportedFormatError,
     UnsupportedTensorsError,
 )
+from jaxinfer.weights.packed.blocks import KEPT_BLOCKS, hollow_blocks, read_blocks
 from jaxinfer.weights.tensors import TensorInfo
 
 PLAIN_DTYPES: dict[str, npt.DTypeLike] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
@@ -74,6 +76,7 @@ class GGUFSource:
     tensors: Mapping[str, TensorInfo]
     _held: Mapping[str, _Tensor]
     kind: Literal["gguf"] = "gguf"
+    notes: tuple[str, ...] = ()
 
     @property
     def generation(self) -> dict[str, Any]:
@@ -117,6 +120,13 @@ class GGUFSource:
         expanded = _expand(tensor.data, GGMLQuantizationType[info.dtype], np.dtype(dtype)).reshape(info.shape)
         tensor.release()
         return expanded
+
+    def read_coded(self, name: str) -> Quantized:
+        """Returns a tensor of `KEPT_BLOCKS` in codes and scales, bit by bit the file's own."""
+        tensor = self._held[name]
+        coded = read_blocks(tensor.data, tensor.info.dtype, tensor.info.shape)
+        tensor.release()
+        return coded
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
@@ -289,4 +299,9 @@ def _read_tensor_entry(cursor: _Cursor) -> tuple[str, TensorInfo, int]:
         raise cursor.fail(
             f"{name} has rows of {shape[-1]}, {block_format.name} needs a multiple of {block_size}"
         )
-    return name, TensorInfo(shape, block_format.name, math.prod(shape) // block_size * block_bytes), offset
+    num_bytes = math.prod(shape) // block_size * block_bytes
+    if block_format.name in PLAIN_DTYPES:
+        return name, TensorInfo(shape, block_format.name, num_bytes), offset
+    kept = block_format.name in KEPT_BLOCKS and shape
+    hollow = hollow_blocks(block_format.name, shape) if kept else None
+    return name, TensorInfo(shape, block_format.name, num_bytes, is_coded=True, hollow=hollow), offset

@@ -7,7 +7,7 @@ import mmap
 import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from jaxinfer.arrays.quantized import Quantized
 from jaxinfer.weights.errors import (
     CheckpointError,
     CorruptFileError,
@@ -24,6 +25,9 @@ from jaxinfer.weights.errors import (
     MissingTensorsError,
     UnsupportedTensorsError,
 )
+from jaxinfer.weights.packed.config import read_scheme
+from jaxinfer.weights.packed.expand import expand
+from jaxinfer.weights.packed.modules import Module, gather_modules, open_modules
 from jaxinfer.weights.records import parse_object, read_json
 from jaxinfer.weights.tensors import TensorInfo
 
@@ -47,13 +51,15 @@ MAX_HEADER_BYTES = 100_000_000  # as the format's own library
 
 @dataclass(frozen=True)
 class HFSource:
-    """A `TensorSource` over a Hugging Face folder."""
+    """A `TensorSource` over a Hugging Face folder; ``config`` comes without ``quantization_config``, read here."""
 
     path: Path
     config: dict[str, Any]
     generation: dict[str, Any]
     tensors: Mapping[str, TensorInfo]
     _arrays: Mapping[str, np.ndarray]
+    _modules: Mapping[str, Module] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     kind: Literal["hf"] = "hf"
 
     @classmethod
@@ -61,10 +67,11 @@ class HFSource:
         """Opens a folder, one ``.safetensors`` file, or an index.
 
         Raises:
-          CheckpointError: config.json is absent, or a file is not what its header or the index says.
+          CheckpointError: config.json is absent, a file is not what its header or the index says, or the checkpoint is
+            quantised in a way that is not read.
         """
         folder = path if path.is_dir() else path.parent
-        config = read_json(folder / "config.json")
+        config, quantization = _split_config(read_json(folder / "config.json"))
         generation_file = folder / "generation_config.json"
         generation = read_json(generation_file) if generation_file.exists() else {}
         index, files = _find_files(path)
@@ -73,13 +80,42 @@ class HFSource:
         if index is not None:
             _check_index(index, {name: file for file, arrays in opened.items() for name in arrays})
         arrays = {name: array for held in opened.values() for name, array in held.items()}
+        modules, notes = {}, ()
+        if quantization:
+            scheme = read_scheme(folder / "config.json", quantization)
+            modules, arrays, notes = gather_modules(folder / "config.json", scheme, arrays)
         names = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
         tensors = {n: TensorInfo(a.shape, names[a.dtype], a.nbytes) for n, a in arrays.items()}
-        return cls(folder, config, generation, tensors, arrays)
+        for name, packed in open_modules(folder, modules).items():
+            module = modules[name]
+            hollow = packed.hollow()
+            tensors[name] = TensorInfo(packed.shape, module.codec.name, module.num_bytes, True, hollow)
+        return cls(folder, config, generation, tensors, arrays, modules, notes)
 
     def read(self, name: str, dtype: npt.DTypeLike = np.float32) -> np.ndarray:
-        """Returns a tensor as it is stored, a read-only view of the mapped file; ``dtype`` is for block formats."""
-        return self._arrays[name]
+        """Returns a tensor: as it is stored, a read-only view of the mapped file; or codes expanded to ``dtype``."""
+        if name not in self._modules:
+            return self._arrays[name]
+        packed = self._modules[name].open()
+        return packed.values() if packed.format is None else expand(packed.read(), dtype)
+
+    def read_coded(self, name: str) -> Quantized:
+        """Returns a weight in codes and scales, bit by bit the file's own."""
+        return self._modules[name].open().read()
+
+
+def _split_config(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns a configuration without its ``quantization_config``, and that; multimodal ones keep it either way."""
+    found: dict[str, Any] = {}
+    rest = dict(config)
+    for section in (None, "text_config"):
+        held = rest if section is None else rest.get(section)
+        if isinstance(held, dict) and held.get("quantization_config"):
+            found = held["quantization_config"]
+        if isinstance(held, dict) and "quantization_config" in held:
+            held = {key: value for key, value in held.items() if key != "quantization_config"}
+            rest = held if section is None else rest | {section: held}
+    return rest, found
 
 
 def _refuse_doubled(path: Path) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from jaxinfer.arrays.quantized import Quantized
 from jaxinfer.weights.source import SourceKind, TensorInfo
 
 
@@ -21,6 +22,7 @@ class DictSource:
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     generation: dict[str, Any] = field(default_factory=dict)
     path: Path = Path("memory")
+    notes: tuple[str, ...] = ()
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -28,3 +30,6 @@ class DictSource:
 
     def read(self, name: str, dtype: npt.DTypeLike = np.float32) -> np.ndarray:
         return self.arrays[name]
+
+    def read_coded(self, name: str) -> Quantized:
+        raise AssertionError(f"{name} lies in full")

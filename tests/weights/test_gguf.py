@@ -10,6 +10,7 @@ from gguf import GGMLQuantizationType as Format
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxinfer.arrays.formats import Format as NumberFormat
 from jaxinfer.weights.errors import (
     CheckpointError,
     CorruptFileError,
@@ -19,6 +20,7 @@ from jaxinfer.weights.errors import (
     UnsupportedTensorsError,
 )
 from jaxinfer.weights.gguf import BLOCK_FORMATS, CHUNK_NUMBERS, GGUFSource, read_metadata
+from jaxinfer.weights.packed.expand import expand
 from jaxinfer.weights.source import TensorInfo, find_kind, open_source
 from tests.weights.files import write_gguf
 
@@ -134,6 +136,39 @@ def test_what_was_quantised_comes_back_near(tmp_path: Path, name: str) -> None:
     np.testing.assert_allclose(
         source.read("b"), B, atol=0.3 if "4" in name else 0.16 if "5" in name else 0.02
     )
+
+
+KEPT = {"Q8_0": "int8:g32:f16", "Q4_0": "int4:g32:f16", "Q4_1": "int4:g32:zero:f16"}
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_blocks_are_kept_bit_by_bit_where_a_format_of_ours_holds_them(tmp_path: Path, name: str) -> None:
+    block_size, block_bytes = gguf.GGML_QUANT_SIZES[Format[name]]
+    rows, columns = (
+        3,
+        1024 * 160 // 3 * 3 // 256 * 256,
+    )  # more than one chunk, and a last one that is not full
+    data = RNG.integers(0, 256, (rows, columns // block_size * block_bytes), np.uint8)
+    source = GGUFSource.open(write_gguf(tmp_path / "m.gguf", {"w": (data, Format[name])}))
+    info = source.tensors["w"]
+    assert info.is_coded
+    if name not in KEPT:
+        assert info.hollow is None
+        return
+    coded, blocks = source.read_coded("w"), data.reshape(rows, -1, block_bytes)
+    assert info.hollow is not None
+    assert coded.format == info.hollow.format == NumberFormat.parse(KEPT[name])
+    assert coded.nbytes == data.nbytes == info.num_bytes
+    for part in ("values", "scale", "offset"):
+        real, hollow = getattr(coded, part), getattr(info.hollow, part)
+        assert (real is None) == (hollow is None)
+        assert real is None or (real.shape, real.dtype) == (hollow.shape, hollow.dtype)
+    halves = np.ascontiguousarray(blocks[..., : 4 if coded.offset is not None else 2]).view(np.uint16)
+    np.testing.assert_array_equal(coded.scale.view(np.uint16), halves[..., 0])
+    if coded.offset is not None:
+        np.testing.assert_array_equal(coded.offset.view(np.uint16), halves[..., 1])
+    with np.errstate(all="ignore"):
+        np.testing.assert_array_equal(expand(coded, np.float32), gguf.dequantize(data, Format[name]))
 
 
 def test_unsupported_formats_are_refused_by_name(tmp_path: Path) -> None:
