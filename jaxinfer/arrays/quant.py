@@ -1,4 +1,4 @@
-"""The one matmul that every weight goes through; it knows plain weights now and quantised ones later."""
+"""The one matmul that every weight goes through, plain or of codes, and the rows of a table."""
 
 from __future__ import annotations
 
@@ -8,20 +8,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.arrays.backend import backend
+from jaxinfer.arrays.formats import Format
 from jaxinfer.arrays.precision import Policy
+from jaxinfer.arrays.quantized import Quantized
 from jaxinfer.hardware import cpu_features
 
 FEW_ROWS = 32  # on a CPU, up to here the weight is the better left operand
 
 
-def linear(x: jax.Array, w: jax.Array, policy: Policy, out_dtype: jnp.dtype | None = None) -> jax.Array:
+def linear(
+    x: jax.Array, w: jax.Array | Quantized, policy: Policy, out_dtype: jnp.dtype | None = None
+) -> jax.Array:
     """Multiplies a stream of rows by a weight, in the policy's compute format.
+
+    A weight of codes is never expanded as a whole where XLA can widen its codes on the way into the product; on a CPU
+    it cannot, so there only ``act=int8`` reads a weight of 8 bits without writing a wide copy first.
 
     Args:
       x: ``[M, *in]`` activations.
       w: ``[*out, *in]``, as it lies in memory.
-      policy: names the compute format; sums are float32.
+      policy: names the compute format, and what rows are rounded to before they meet codes; sums are float32.
       out_dtype: of the result; the compute format when None.
 
     Returns:
@@ -30,18 +36,163 @@ def linear(x: jax.Array, w: jax.Array, policy: Policy, out_dtype: jnp.dtype | No
     dtype = policy.compute_dtype
     out = dtype if out_dtype is None else out_dtype
     out_shape = w.shape[: w.ndim - x.ndim + 1]
+    rows = x.reshape(len(x), -1)
+    if isinstance(w, Quantized):
+        y = _multiply_codes(rows, _flatten(w, x.ndim - 1), policy)
+        return y.astype(out).reshape(len(x), *out_shape)
     # Two flat matrices: given several dimensions, XLA's CPU backend copies weights into another order first.
-    rows = x.reshape(len(x), -1).astype(dtype)
     flat = w.reshape(-1, rows.shape[1]).astype(dtype)
-    on_cpu = backend() == "cpu"
-    precision = jax.lax.Precision.HIGHEST if dtype.itemsize == 4 else None
-    if on_cpu and len(x) <= FEW_ROWS:
-        y = _few_rows(rows, flat, precision)
+    return _multiply_plain(rows.astype(dtype), flat, out).astype(out).reshape(len(x), *out_shape)
+
+
+def take_rows(w: jax.Array | Quantized, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Returns rows ``[M, D]`` of a table ``[V, D]``, only they are widened; ids out of range take the nearest row."""
+    rows = jax.tree.map(lambda part: jnp.take(part, ids, axis=0, mode="clip"), w)
+    return dequantize(rows, dtype) if isinstance(rows, Quantized) else rows.astype(dtype)
+
+
+def dequantize(w: Quantized, dtype: jnp.dtype) -> jax.Array:
+    """Returns a weight's numbers, ``[*out, *in]``."""
+    if w.format.bits == 8:
+        return _widen(w.values, w, dtype)
+    halves = [_widen(half, w, dtype) for half in unpack(w.values, w.format)]
+    return jnp.stack(halves, -1).reshape(w.shape)
+
+
+def unpack(values: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
+    """Returns the even and the odd numbers of packed codes, each ``[..., n / 2]`` int8; codes of fp4 doubled."""
+    low, high = (values & 15).astype(jnp.int8), (values >> 4).astype(jnp.int8)
+    if fmt.kind == "int4":
+        # Two's complement of 4 bits: 8 to 15 are -8 to -1.
+        return (low, high) if fmt.offset else ((low ^ 8) - 8, (high ^ 8) - 8)
+
+    def double(code: jax.Array) -> jax.Array:
+        # Sign, two bits of exponent, one of mantissa: 0 .5 1 1.5 2 3 4 6, as whole numbers 0 1 2 3 4 6 8 12.
+        size = code & 7
+        size = jnp.where(size < 2, size, (2 | (size & 1)) << jnp.maximum((size >> 1) - 1, 0))
+        return jnp.where(code < 8, size, -size)
+
+    return double(low), double(high)
+
+
+def scales(w: Quantized) -> jax.Array:
+    """Returns what multiplies a weight's codes as `unpack` gives them, float32, shaped as ``w.scale``."""
+    if w.format.kind == "mxfp4":
+        bits = w.scale.astype(jnp.uint32)
+        # e8m0 is the exponent of a float32; its least, 2**-127, has no exponent there.
+        bits = jnp.where(bits == 0, 1 << 22, bits << 23)
+        return 0.5 * jax.lax.bitcast_convert_type(bits, jnp.float32)
+    scale = w.scale.astype(jnp.float32)
+    return scale if w.outer is None else 0.5 * w.outer * scale
+
+
+def _widen(codes: jax.Array, w: Quantized, dtype: jnp.dtype) -> jax.Array:
+    """Returns codes of a weight (all, or its even or odd ones) times their scales."""
+    grouped = codes.astype(jnp.float32)
+    if w.format.group is None:
+        y = grouped * scales(w)
+        return (y if w.offset is None else y + w.offset).astype(dtype)
+    grouped = grouped.reshape(*w.scale.shape, -1)
+    y = grouped * scales(w)[..., None]
+    if w.offset is not None:
+        y = y + w.offset[..., None].astype(jnp.float32)
+    return y.astype(dtype).reshape(codes.shape)
+
+
+def _flatten(w: Quantized, num_in: int) -> Quantized:
+    """Returns a weight with one axis of outputs and one of inputs."""
+    out = 1
+    for size in w.values.shape[: w.ndim - num_in]:
+        out *= size
+    return jax.tree.map(lambda part: part.reshape(out, -1), w)
+
+
+def _multiply_codes(x: jax.Array, w: Quantized, policy: Policy) -> jax.Array:
+    """Returns ``x [M, in]`` times ``w [out, in]`` transposed, float32."""
+    M = len(x)
+    if M == 1:  # a single row would fall onto a naive loop of XLA's CPU backend
+        x = jnp.pad(x, ((0, 1), (0, 0)))
+    codes = (w.values,) if w.format.bits == 8 else unpack(w.values, w.format)
+    if policy.act == "int8" and w.format.is_integer:
+        rows, row_scale = round_rows(x, jnp.dtype(jnp.int8))
+        multiply = _multiply_integers if w.format.group is None else _multiply_groups
+        return (multiply(_split(rows, len(codes)), codes, w) * row_scale)[:M]
+    if policy.act == "fp8_e4m3" and not w.format.is_integer and w.format.bits == 8:
+        x, row_scale = round_rows(x, jnp.dtype(jnp.float8_e4m3fn))
     else:
+        row_scale = None
+    dtype = policy.compute_dtype
+    parts = zip(_split(x.astype(dtype), len(codes)), codes, strict=True)
+    if w.format.group is None and w.offset is None:
+        # Codes are exact in the compute format; their scale comes after the sum.
+        y = sum(_multiply_plain(rows, part.astype(dtype), jnp.float32) for rows, part in parts) * scales(w).T
+    else:
+        y = sum(_multiply_plain(rows, _widen(part, w, dtype), jnp.float32) for rows, part in parts)
+    return (y if row_scale is None else y * row_scale)[:M]
+
+
+def _split(x: jax.Array, num_parts: int) -> tuple[jax.Array, ...]:
+    """Returns rows cut as codes are: whole, or even and odd columns, which spares the codes' being laced together."""
+    return (x,) if num_parts == 1 else (x[:, ::2], x[:, 1::2])
+
+
+def round_rows(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """Returns rows ``[M, I]`` as codes, and a float32 scale ``[M, 1]`` for each; a row of zeros is zeros.
+
+    Args:
+      x: activations. dtype: int8 or an 8-bit float.
+    """
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    largest = 127 if is_integer else float(jnp.finfo(dtype).max)
+    x = x.astype(jnp.float32)
+    most = jnp.max(jnp.abs(x), -1, keepdims=True)
+    scale = most / largest
+    # Denormal scales, which processors may take for 0, divide nothing.
+    y = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 0, x / scale)
+    y = jnp.round(y) if is_integer else y
+    return y.clip(-largest, largest).astype(dtype), scale
+
+
+def _multiply_integers(rows: tuple[jax.Array, ...], codes: tuple[jax.Array, ...], w: Quantized) -> jax.Array:
+    """Returns the product of int8 rows and codes with one scale an output."""
+    sums = sum(_multiply(r, c, preferred_element_type=jnp.int32) for r, c in zip(rows, codes, strict=True))
+    y = sums.astype(jnp.float32) * scales(w).T
+    if w.offset is not None:
+        y = y + sum(r.sum(1, dtype=jnp.int32) for r in rows)[:, None] * w.offset.T
+    return y
+
+
+def _multiply_groups(rows: tuple[jax.Array, ...], codes: tuple[jax.Array, ...], w: Quantized) -> jax.Array:
+    """Returns the product of int8 rows and codes with a scale a group: a product a group, then their weighted sum."""
+    num_out, groups = w.scale.shape
+    sums, totals = 0, 0
+    for r, c in zip(rows, codes, strict=True):
+        r, c = r.reshape(len(r), groups, -1), c.reshape(num_out, groups, -1)
+        sums += jax.lax.dot_general(r, c, (((2,), (2,)), ((1,), (1,))), preferred_element_type=jnp.int32)
+        totals += r.sum(2, dtype=jnp.int32)
+    y = jnp.einsum("gmo,og->mo", sums.astype(jnp.float32), scales(w), precision="highest")
+    if w.offset is not None:
+        y = y + jnp.einsum(
+            "mg,og->mo", totals.astype(jnp.float32), w.offset.astype(jnp.float32), precision="highest"
+        )
+    return y
+
+
+def _multiply_plain(x: jax.Array, w: jax.Array, out: jnp.dtype) -> jax.Array:
+    """Returns ``x [M, in]`` times ``w [out, in]`` transposed, both of the compute format, as ``out`` or float32."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype.itemsize == 4 else None
+
+    def on_cpu(x: jax.Array, w: jax.Array) -> jax.Array:
         # A 16-bit result takes ten times as long on XLA's CPU backend of jax 0.10.
-        sums = jnp.float32 if on_cpu else out
-        y = _multiply(rows, flat, precision=precision, preferred_element_type=sums)
-    return y.astype(out).reshape(len(x), *out_shape)
+        few = len(x) <= FEW_ROWS
+        y = (_few_rows if few else _multiply)(x, w, precision=precision, preferred_element_type=jnp.float32)
+        return y.astype(out)
+
+    def elsewhere(x: jax.Array, w: jax.Array) -> jax.Array:
+        return _multiply(x, w, precision=precision, preferred_element_type=out)
+
+    # Chosen as it is lowered: steps are compiled for devices that are not there.
+    return jax.lax.platform_dependent(x, w, cpu=on_cpu, default=elsewhere)
 
 
 def _multiply(x: jax.Array, y: jax.Array, **options: Any) -> jax.Array:
@@ -49,7 +200,7 @@ def _multiply(x: jax.Array, y: jax.Array, **options: Any) -> jax.Array:
     return jax.lax.dot_general(x, y, (((1,), (1,)), ((), ())), **options)
 
 
-def _few_rows(x: jax.Array, w: jax.Array, precision: jax.lax.Precision | None) -> jax.Array:
+def _few_rows(x: jax.Array, w: jax.Array, **options: Any) -> jax.Array:
     """As `linear` for few rows on XLA's CPU backend: ``x [M, in]``, ``w [out, in]``, float32 result.
 
     The weight on the left runs faster in float32 (layers and head of SmolLM2 on Zen 4: 2 rows 26 against 37 ms, 16
@@ -61,7 +212,6 @@ def _few_rows(x: jax.Array, w: jax.Array, precision: jax.lax.Precision | None) -
     M = len(x)
     if x.dtype.itemsize < 4:
         x = jnp.pad(x, ((0, max(0, 2 - M)), (0, 0)))
-    options: dict[str, Any] = {"precision": precision, "preferred_element_type": jnp.float32}
     if x.dtype.itemsize < 4 and not _has_tiles():
         return _multiply(x, w, **options)[:M]
     return jax.lax.optimization_barrier(_multiply(w, x, **options)).T[:M]
