@@ -24,8 +24,8 @@ ROLES = ("weights", "embedding", "head", "kv", "act", "compute")
 _ROLE_ALIASES = {"lm_head": "head", "embed": "embedding", "activations": "act"}
 _ACT_ALIASES = {"fp8": "fp8_e4m3", "e4m3": "fp8_e4m3"}
 # Which weights a format of activations multiplies.
-ACTS = {
-    "compute": None,
+ACTS: dict[str, tuple[str, ...]] = {
+    "compute": (),
     "int8": ("int8", "int4"),
     "fp8_e4m3": ("fp8_e4m3", "fp8_e5m2"),
 }
@@ -139,6 +139,13 @@ class Policy:
             if _matches(pattern, path):
                 return fmt
         return {"embedding": self.embedding, "head": self.head}.get(spec.role, self.weights)
+
+    def keeps(self, path: str, spec: ParamSpec) -> bool:
+        """Returns whether a parameter lies as its checkpoint has it: so ``weights=checkpoint``, but for exceptions."""
+        if not self.keep or spec.role in FLOAT32_ROLES:
+            return False
+        role = {"embedding": self.embedding, "head": self.head}.get(spec.role, self.weights)
+        return role == self.weights and not any(_matches(pattern, path) for pattern, _ in self.exceptions)
 
     def check_model(self, paths: Iterable[str], tied: bool) -> None:
         """Holds the policy against a model.

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer.arrays.precision import Policy
+from jaxinfer.arrays.quantized import Quantized
+from jaxinfer.arrays.rounding import quantize
 from jaxinfer.arrays.specs import ParamSpec, flatten_specs, is_spec
 from jaxinfer.weights.buffers import all_finite, pack
 from jaxinfer.weights.errors import (
@@ -19,22 +23,14 @@ from jaxinfer.weights.errors import (
     MissingTensorsError,
     NonFiniteTensorsError,
 )
+from jaxinfer.weights.place import Recipe, find_fault, hold, place
 from jaxinfer.weights.tensors import TensorSource
 
-Finish = Callable[[str, np.ndarray], Any]
+Finish = Callable[[str, np.ndarray | Quantized], Any]
 Progress = Callable[[int, int], None]
 Fault = tuple[str, str]  # a tensor's name, and what is wrong with it
 
 NUM_THREADS = 2  # leaves in the making, and so the host memory beyond the result
-
-
-class Recipe(Protocol):
-    """How a leaf comes out of a checkpoint: ``transform`` of the arrays of ``names``, in that order."""
-
-    @property
-    def names(self) -> tuple[str, ...]: ...
-    @property
-    def transform(self) -> Callable[..., np.ndarray]: ...
 
 
 def load_params(
@@ -54,7 +50,8 @@ def load_params(
       source: the opened checkpoint.
       specs: the wanted tree of `ParamSpec`.
       recipes: for every leaf, by its dotted path.
-      policy: names the number format of each role; norms, biases and routers are float32.
+      policy: names the format of each leaf (one that is settled, see `settle`); what the checkpoint has in the very
+        format is taken as it is, other leaves are rounded. Norms, biases and routers are float32.
       ignorable: patterns (`re.fullmatch`) of tensor names that the model does without.
       shardings: one sharding for all leaves or a tree of them like ``specs``; None is the default device.
       finish: makes the leaf of ``(path, array)`` in place of the cast and the transfer; the array may be a strided
@@ -75,16 +72,23 @@ def load_params(
     make_leaf = finish or _to_device(specs, policy, shardings)
 
     def make(path: str) -> tuple[Any, list[Fault]]:
-        names = recipes[path].names
-        dtype = np.float32 if finish else policy.dtype_of(leaves[path].role)
-        arrays = [source.read(name, dtype) for name in names]
-        bad = [(name, "NaN or infinity") for name, a in zip(names, arrays, strict=True) if not all_finite(a)]
+        spec, recipe = leaves[path], recipes[path]
+        fmt = policy.format_of(path, spec)
+        held = None if finish or fmt.is_plain else hold(source, recipe, spec)
+        if held is not None and held.format == fmt:
+            coded = [source.read_coded(name) for name in recipe.names]
+            bad = [(n, fault) for n, w in zip(recipe.names, coded, strict=True) if (fault := find_fault(w))]
+            whole = place(coded, recipe, spec)
+            return (make_leaf(path, whole), []) if whole is not None and not bad else (None, bad)
+        dtype = fmt.dtype if fmt.is_plain and not finish else np.float32
+        arrays = [source.read(name, dtype) for name in recipe.names]
+        bad = [(n, "NaN or infinity") for n, a in zip(recipe.names, arrays, strict=True) if not all_finite(a)]
         if bad:
             return None, bad
         try:
-            return make_leaf(path, recipes[path].transform(*arrays)), []
+            return make_leaf(path, recipe.transform(*arrays)), []
         except OverflowError as error:
-            return None, [(name, str(error)) for name in names]
+            return None, [(name, str(error)) for name in recipe.names]
 
     sizes = {path: sum(source.tensors[name].num_bytes for name in recipes[path].names) for path in leaves}
     made = _make_all(make, sizes, progress)
@@ -167,13 +171,37 @@ def leaf_shardings(specs: Any, shardings: Any) -> dict[str, jax.sharding.Shardin
 
 def _to_device(specs: Any, policy: Policy, shardings: Any) -> Finish:
     """Returns the usual ``finish``: the policy's format, row-major, put where the sharding says."""
-    dtypes = {path: policy.dtype_of(spec.role) for path, spec in flatten_specs(specs)}
-    where = leaf_shardings(specs, shardings)
+    leaves, where = dict(flatten_specs(specs)), leaf_shardings(specs, shardings)
 
-    def finish(path: str, array: np.ndarray) -> jax.Array:
-        return jax.device_put(pack(array, dtypes[path]), where[path])
+    def put(part: np.ndarray, path: str) -> jax.Array:
+        return jax.device_put(pack(part, part.dtype), fit_sharding(where[path], part.shape))
+
+    def finish(path: str, array: np.ndarray | Quantized) -> Any:
+        fmt = policy.format_of(path, leaves[path])
+        if not isinstance(array, Quantized):
+            if fmt.is_plain:
+                return jax.device_put(pack(array, fmt.dtype), where[path])
+            array = quantize(array, leaves[path], fmt)
+        return jax.tree.map(lambda part: put(part, path), array)
 
     return finish
+
+
+def fit_sharding(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> jax.sharding.Sharding:
+    """Returns a weight's sharding for one of its components: dimensions that do not divide stay whole.
+
+    Scales have fewer entries than numbers along what is summed over, one per channel.
+    """
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    sizes = sharding.mesh.shape
+
+    def ways(axis: str | tuple[str, ...] | None) -> int:
+        names = (axis,) if isinstance(axis, str) else axis or ()
+        return math.prod(sizes[name] for name in names)
+
+    axes = [axis if dim % ways(axis) == 0 else None for dim, axis in zip(shape, sharding.spec, strict=False)]
+    return NamedSharding(sharding.mesh, PartitionSpec(*axes))
 
 
 def _make_all(
