@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from functools import cache
+import functools
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.arrays.backend import backend
 from jaxinfer.arrays.formats import Format
-from jaxinfer.arrays.precision import Policy
+from jaxinfer.arrays.precision import ACTS, Policy
 from jaxinfer.arrays.quantized import Quantized
 from jaxinfer.hardware import cpu_features
 
+_FLOAT32 = jnp.dtype(jnp.float32)
 FEW_ROWS = 32  # on a CPU, up to here the weight is the better left operand
 
 
@@ -101,34 +105,79 @@ def _widen(codes: jax.Array, w: Quantized, dtype: jnp.dtype) -> jax.Array:
 
 def _flatten(w: Quantized, num_in: int) -> Quantized:
     """Returns a weight with one axis of outputs and one of inputs."""
-    out = 1
-    for size in w.values.shape[: w.ndim - num_in]:
-        out *= size
+    out = math.prod(w.values.shape[: w.ndim - num_in])
     return jax.tree.map(lambda part: part.reshape(out, -1), w)
 
 
 def _multiply_codes(x: jax.Array, w: Quantized, policy: Policy) -> jax.Array:
     """Returns ``x [M, in]`` times ``w [out, in]`` transposed, float32."""
-    M = len(x)
+    M, dtype = len(x), policy.compute_dtype
     if M == 1:  # a single row would fall onto a naive loop of XLA's CPU backend
         x = jnp.pad(x, ((0, 1), (0, 0)))
-    codes = (w.values,) if w.format.bits == 8 else unpack(w.values, w.format)
-    if policy.act == "int8" and w.format.is_integer:
-        rows, row_scale = round_rows(x, jnp.dtype(jnp.int8))
+    codes = _halves(w)
+    x, row_scale = _round_for(x, w.format, policy)
+    if x.dtype == jnp.int8:
         multiply = _multiply_integers if w.format.group is None else _multiply_groups
-        return (multiply(_split(rows, len(codes)), codes, w) * row_scale)[:M]
-    if policy.act == "fp8_e4m3" and not w.format.is_integer and w.format.bits == 8:
-        x, row_scale = round_rows(x, jnp.dtype(jnp.float8_e4m3fn))
+        y = multiply(_split(x, len(codes)), codes, w)
     else:
-        row_scale = None
-    dtype = policy.compute_dtype
-    parts = zip(_split(x.astype(dtype), len(codes)), codes, strict=True)
-    if w.format.group is None and w.offset is None:
-        # Codes are exact in the compute format; their scale comes after the sum.
-        y = sum(_multiply_plain(rows, part.astype(dtype), jnp.float32) for rows, part in parts) * scales(w).T
-    else:
-        y = sum(_multiply_plain(rows, _widen(part, w, dtype), jnp.float32) for rows, part in parts)
+        parts = zip(_split(x.astype(dtype), len(codes)), codes, strict=True)
+        if _scales_after(w):
+            sums = [_multiply_plain(rows, part.astype(dtype), _FLOAT32) for rows, part in parts]
+            y = _sum(sums) * scales(w).T
+        else:
+            y = _sum(_multiply_plain(rows, _widen(part, w, dtype), _FLOAT32) for rows, part in parts)
     return (y if row_scale is None else y * row_scale)[:M]
+
+
+def ragged_linear(x: jax.Array, w: jax.Array | Quantized, sizes: jax.Array, policy: Policy) -> jax.Array:
+    """Multiplies runs of rows, each by the weight of its own expert.
+
+    Args:
+      x: ``[R, in]`` rows, those of the first expert first.
+      w: ``[E, out, in]``. sizes: ``[E]`` rows of each expert, int32.
+      policy: as in `linear`; rows and codes of 8 bits are multiplied in the compute format, which holds both exactly.
+
+    Returns:
+      ``[R, out]`` float32.
+    """
+    dtype = policy.compute_dtype
+    precision = jax.lax.Precision.HIGHEST if dtype.itemsize == 4 else None
+
+    def multiply(rows: jax.Array, part: jax.Array) -> jax.Array:
+        return jax.lax.ragged_dot(
+            rows.astype(dtype), part.astype(dtype).swapaxes(1, 2), sizes,
+            precision=precision, preferred_element_type=jnp.float32,
+        )  # fmt: skip
+
+    if not isinstance(w, Quantized):
+        return multiply(x, w)
+    codes = _halves(w)
+    x, row_scale = _round_for(x, w.format, policy)
+    parts = zip(_split(x, len(codes)), codes, strict=True)
+    if _scales_after(w):
+        own = jnp.repeat(scales(w)[:, :, 0], sizes, axis=0, total_repeat_length=len(x))
+        y = _sum(multiply(rows, part) for rows, part in parts) * own
+    else:
+        y = _sum(multiply(rows, _widen(part, w, dtype)) for rows, part in parts)
+    return y if row_scale is None else y * row_scale
+
+
+def _halves(w: Quantized) -> tuple[jax.Array, ...]:
+    return (w.values,) if w.format.bits == 8 else unpack(w.values, w.format)
+
+
+def _scales_after(w: Quantized) -> bool:
+    """Returns whether scales can follow the sum: codes are exact in any compute format."""
+    return w.format.group is None and w.offset is None
+
+
+def _round_for(x: jax.Array, fmt: Format, policy: Policy) -> tuple[jax.Array, jax.Array | None]:
+    """Returns rows as the policy has them meet codes of a format, and their scales where they are codes too."""
+    if policy.act == "int8" and fmt.kind in ACTS[policy.act]:
+        return round_rows(x, jnp.dtype(jnp.int8))
+    if policy.act == "fp8_e4m3" and fmt.kind in ACTS[policy.act]:
+        return round_rows(x, jnp.dtype(jnp.float8_e4m3fn))
+    return x, None
 
 
 def _split(x: jax.Array, num_parts: int) -> tuple[jax.Array, ...]:
@@ -155,44 +204,45 @@ def round_rows(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
 
 def _multiply_integers(rows: tuple[jax.Array, ...], codes: tuple[jax.Array, ...], w: Quantized) -> jax.Array:
     """Returns the product of int8 rows and codes with one scale an output."""
-    sums = sum(_multiply(r, c, preferred_element_type=jnp.int32) for r, c in zip(rows, codes, strict=True))
-    y = sums.astype(jnp.float32) * scales(w).T
+    pairs = list(zip(rows, codes, strict=True))
+    y = (
+        _sum(_multiply(r, c, preferred_element_type=jnp.int32) for r, c in pairs).astype(jnp.float32)
+        * scales(w).T
+    )
     if w.offset is not None:
-        y = y + sum(r.sum(1, dtype=jnp.int32) for r in rows)[:, None] * w.offset.T
+        y = y + _sum(r.sum(1, dtype=jnp.int32) for r in rows)[:, None] * w.offset.T
     return y
 
 
 def _multiply_groups(rows: tuple[jax.Array, ...], codes: tuple[jax.Array, ...], w: Quantized) -> jax.Array:
     """Returns the product of int8 rows and codes with a scale a group: a product a group, then their weighted sum."""
     num_out, groups = w.scale.shape
-    sums, totals = 0, 0
-    for r, c in zip(rows, codes, strict=True):
-        r, c = r.reshape(len(r), groups, -1), c.reshape(num_out, groups, -1)
-        sums += jax.lax.dot_general(r, c, (((2,), (2,)), ((1,), (1,))), preferred_element_type=jnp.int32)
-        totals += r.sum(2, dtype=jnp.int32)
-    y = jnp.einsum("gmo,og->mo", sums.astype(jnp.float32), scales(w), precision="highest")
-    if w.offset is not None:
-        y = y + jnp.einsum(
-            "mg,og->mo", totals.astype(jnp.float32), w.offset.astype(jnp.float32), precision="highest"
+    rows = tuple(r.reshape(len(r), groups, -1) for r in rows)
+    parts = [
+        jax.lax.dot_general(
+            r, c.reshape(num_out, groups, -1), (((2,), (2,)), ((1,), (1,))), preferred_element_type=jnp.int32
         )
+        for r, c in zip(rows, codes, strict=True)
+    ]
+    y = jnp.einsum("gmo,og->mo", _sum(parts).astype(jnp.float32), scales(w), precision="highest")
+    if w.offset is not None:
+        totals = _sum(r.sum(2, dtype=jnp.int32) for r in rows).astype(jnp.float32)
+        y = y + jnp.einsum("mg,og->mo", totals, w.offset.astype(jnp.float32), precision="highest")
     return y
+
+
+def _sum(parts: Iterable[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.add, parts)
 
 
 def _multiply_plain(x: jax.Array, w: jax.Array, out: jnp.dtype) -> jax.Array:
     """Returns ``x [M, in]`` times ``w [out, in]`` transposed, both of the compute format, as ``out`` or float32."""
     precision = jax.lax.Precision.HIGHEST if x.dtype.itemsize == 4 else None
-
-    def on_cpu(x: jax.Array, w: jax.Array) -> jax.Array:
-        # A 16-bit result takes ten times as long on XLA's CPU backend of jax 0.10.
-        few = len(x) <= FEW_ROWS
-        y = (_few_rows if few else _multiply)(x, w, precision=precision, preferred_element_type=jnp.float32)
-        return y.astype(out)
-
-    def elsewhere(x: jax.Array, w: jax.Array) -> jax.Array:
+    if backend() != "cpu":
         return _multiply(x, w, precision=precision, preferred_element_type=out)
-
-    # Chosen as it is lowered: steps are compiled for devices that are not there.
-    return jax.lax.platform_dependent(x, w, cpu=on_cpu, default=elsewhere)
+    # A 16-bit result takes ten times as long on XLA's CPU backend of jax 0.10.
+    multiply = _few_rows if len(x) <= FEW_ROWS else _multiply
+    return multiply(x, w, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _multiply(x: jax.Array, y: jax.Array, **options: Any) -> jax.Array:
@@ -217,6 +267,6 @@ def _few_rows(x: jax.Array, w: jax.Array, **options: Any) -> jax.Array:
     return jax.lax.optimization_barrier(_multiply(w, x, **options)).T[:M]
 
 
-@cache
+@functools.cache
 def _has_tiles() -> bool:
     return "amx_bf16" in cpu_features()

@@ -16,9 +16,11 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxinfer.arrays.formats import Format
 from jaxinfer.arrays.precision import Policy
-from jaxinfer.arrays.quant import linear
-from jaxinfer.arrays.specs import ParamSpec, map_specs
+from jaxinfer.arrays.quant import linear, take_rows
+from jaxinfer.arrays.quantized import abstract
+from jaxinfer.arrays.specs import ParamSpec, flatten_specs, is_spec, path_name
 from jaxinfer.config import LayerKind, ModelConfig
 from jaxinfer.kernels.attention.api import paged_attention
 from jaxinfer.kernels.attention.paged import PagedKV
@@ -64,13 +66,13 @@ class Static:
 def layer_specs(cfg: ModelConfig, kind: LayerKind) -> dict[str, Any]:
     """Returns the parameter descriptions of one layer, by room: attn, mlp or moe, norms.
 
-    Matrices are ``[*out, *in]``, as checkpoints have them; experts ``[E, in, out]``, as ragged matmuls want them.
+    Matrices are ``[*out, *in]``, as checkpoints have them, experts ``[E, out, in]``.
     """
     D, a = cfg.d_model, cfg.attention
     N, K, H = a.num_heads, a.num_kv_heads, a.head_dim
     heads = {"q": (N, "heads"), "k": (K, "kv_heads"), "v": (K, "kv_heads")}
     attn = {name: ParamSpec((n, H, D), (axis, None, "embed")) for name, (n, axis) in heads.items()}
-    attn["o"] = ParamSpec((D, N, H), ("embed", "heads", None))
+    attn["o"] = ParamSpec((D, N, H), ("embed", "heads", None), num_in=2)
     if a.qkv_bias:
         attn |= {f"{name}_bias": ParamSpec((n, H), (axis, None), "bias") for name, (n, axis) in heads.items()}
     if a.out_bias:
@@ -102,8 +104,8 @@ def _mlp_specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
 
 def _moe_specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
     D, E, F = cfg.d_model, cfg.mlp.num_experts, cfg.mlp.expert_dim
-    up = ParamSpec((E, D, F), ("experts", "embed", "ffn"))
-    down = ParamSpec((E, F, D), ("experts", "ffn", "embed"))
+    up = ParamSpec((E, F, D), ("experts", "ffn", "embed"))
+    down = ParamSpec((E, D, F), ("experts", "embed", "ffn"))
     return {"router": ParamSpec((E, D), (None, "embed"), "router"), "gate": up, "up": up, "down": down}
 
 
@@ -126,25 +128,34 @@ def param_specs(cfg: ModelConfig) -> dict[str, Any]:
     return specs
 
 
-def stack_sizes(cfg: ModelConfig, size: int) -> tuple[int, ...]:
+def stack_sizes(cfg: ModelConfig, size: int, policy: Policy | None = None) -> tuple[int, ...]:
     """Returns how many layers each stack holds: at most ``size``, and only layers of one structure together.
 
     Args:
       cfg: the model.
       size: 1 unrolls, L makes one scan.
+      policy: whose exceptions may give layers formats of their own, which part them too.
     """
 
-    def are_alike(kinds: Sequence[LayerKind]) -> bool:
+    def are_alike(first: int, count: int) -> bool:
+        kinds = cfg.layers[first : first + count]
         rotary_dims = {cfg.ropes[kind.rope].rotary_dim for kind in kinds if kind.rope is not None}
-        return len({kind.moe for kind in kinds}) == 1 and len(rotary_dims) <= 1
+        formats = {_layer_formats(cfg, policy, i) for i in range(first, first + count)} if policy else ()
+        return len({kind.moe for kind in kinds}) == 1 and len(rotary_dims) <= 1 and len(formats) <= 1
 
-    stacks: list[list[LayerKind]] = []
-    for kind in cfg.layers:
-        if stacks and len(stacks[-1]) < size and are_alike([*stacks[-1], kind]):
-            stacks[-1].append(kind)
+    stacks: list[int] = []
+    for done in range(cfg.num_layers):
+        if stacks and stacks[-1] < size and are_alike(done - stacks[-1], stacks[-1] + 1):
+            stacks[-1] += 1
         else:
-            stacks.append([kind])
-    return tuple(map(len, stacks))
+            stacks.append(1)
+    return tuple(stacks)
+
+
+def _layer_formats(cfg: ModelConfig, policy: Policy, layer: int) -> tuple[Format, ...]:
+    """Returns the format of each parameter of a layer, in the order of its tree."""
+    specs = layer_specs(cfg, cfg.layers[layer])
+    return tuple(policy.format_of(f"layers.{layer}.{path}", spec) for path, spec in flatten_specs(specs))
 
 
 def stack_layers(params: dict[str, Any], sizes: Sequence[int]) -> dict[str, Any]:
@@ -173,36 +184,46 @@ def stacked_shapes(cfg: ModelConfig, policy: Policy, sizes: Sequence[int]) -> di
     """
 
     def shapes(specs: Any) -> Any:
-        return map_specs(lambda spec: jax.ShapeDtypeStruct(spec.shape, policy.dtype_of(spec.role)), specs)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, spec: abstract(spec, policy.format_of(path_name(path), spec)), specs, is_leaf=is_spec
+        )
 
     @cache
-    def stack(moe: bool, size: int) -> Any:
-        return jax.eval_shape(_stack, [shapes(layer_specs(cfg, LayerKind(moe=moe)))] * size)
+    def stack(moe: bool, size: int, formats: tuple[Format, ...]) -> Any:
+        leaves, tree = jax.tree.flatten(layer_specs(cfg, LayerKind(moe=moe)), is_leaf=is_spec)
+        layer = tree.unflatten(map(abstract, leaves, formats))
+        return jax.eval_shape(_stack, [layer] * size)
 
     specs = param_specs(cfg)
     del specs["layers"]
     firsts = accumulate(sizes[:-1], initial=0)
-    stacks = tuple(stack(cfg.layers[first].moe, size) for first, size in zip(firsts, sizes, strict=True))
+    stacks = tuple(
+        stack(cfg.layers[first].moe, size, _layer_formats(cfg, policy, first))
+        for first, size in zip(firsts, sizes, strict=True)
+    )
     return {**shapes(specs), "stacks": stacks}
 
 
 def _stack(group: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns layers as one stack; a layer alone has its q, k and v as ``qkv [1, N+2K, H, D]``."""
+    """Returns layers as one stack; a layer alone has q, k, v of one format as ``qkv [N+2K, H, D]``."""
     if len(group) > 1:
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *group)
     attn = dict(group[0]["attn"])
-    qkv = jnp.concatenate([attn.pop(name) for name in ("q", "k", "v")])
-    return jax.tree.map(lambda leaf: leaf[None], {**group[0], "attn": {**attn, "qkv": qkv}})
+    parts = [attn[name] for name in ("q", "k", "v")]
+    if len({jax.tree.structure(part) for part in parts}) == 1:
+        joined = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+        attn = {name: leaf for name, leaf in attn.items() if name not in ("q", "k", "v")} | {"qkv": joined}
+    return jax.tree.map(lambda leaf: leaf[None], {**group[0], "attn": attn})
 
 
 def embed(params: dict[str, Any], static: Static, tokens: jax.Array, positions: jax.Array) -> jax.Array:
     """Returns the stream ``[M, D]`` of token ids ``[M]`` at ``positions [M]``, in the compute format."""
     cfg, dtype = static.cfg, static.policy.compute_dtype
-    x = jnp.take(params["embed"]["tokens"], tokens, axis=0, mode="clip").astype(dtype)
+    x = take_rows(params["embed"]["tokens"], tokens, dtype)
     if cfg.embed_scale != 1.0:
         x = x * jnp.asarray(cfg.embed_scale, dtype)
     if cfg.learned_positions:
-        x = x + jnp.take(params["embed"]["positions"], positions, axis=0, mode="clip").astype(dtype)
+        x = x + take_rows(params["embed"]["positions"], positions, dtype)
     return x
 
 

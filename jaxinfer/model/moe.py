@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.arrays.precision import Policy
+from jaxinfer.arrays.quant import ragged_linear
 from jaxinfer.config import MlpConfig
 from jaxinfer.model.layers import ACTIVATIONS, Params
 
@@ -35,7 +36,7 @@ def moe(x: jax.Array, p: Params, cfg: MlpConfig, policy: Policy) -> jax.Array:
 
     Args:
       x: ``[M, D]``.
-      p: ``router [E, D]``, ``gate`` and ``up`` ``[E, D, F]``, ``down [E, F, D]``.
+      p: ``router [E, D]``, ``gate`` and ``up`` ``[E, F, D]``, ``down [E, D, F]``.
     """
     M, E, k = x.shape[0], cfg.num_experts, cfg.experts_per_token
     experts, weights = route(x, p["router"], cfg)
@@ -43,12 +44,9 @@ def moe(x: jax.Array, p: Params, cfg: MlpConfig, policy: Policy) -> jax.Array:
     order = jnp.argsort(flat, stable=True)
     sizes = jnp.bincount(flat, length=E).astype(jnp.int32)
     dtype = policy.compute_dtype
-    precision = jax.lax.Precision.HIGHEST if dtype.itemsize == 4 else None
 
     def project(rows: jax.Array, name: str) -> jax.Array:
-        return jax.lax.ragged_dot(
-            rows, p[name].astype(dtype), sizes, precision=precision, preferred_element_type=jnp.float32
-        )
+        return ragged_linear(rows, p[name], sizes, policy)
 
     rows = x.astype(dtype)[order // k]
     hidden = (ACTIVATIONS[cfg.activation](project(rows, "gate")) * project(rows, "up")).astype(dtype)

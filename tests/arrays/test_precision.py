@@ -70,7 +70,7 @@ def test_a_policy_is_named_by_its_string_or_cannot_be(roles, act, compute, excep
     """And what is refused is exactly what a format of activations does not multiply."""
     weights, embedding, head, kv = roles
     kinds = {f.kind for f in (weights, embedding, head, *(f for _, f in exceptions)) if not f.is_plain}
-    possible = ACTS[act] is None or (kinds and kinds <= set(ACTS[act] or ()))
+    possible = not ACTS[act] or (kinds and kinds <= set(ACTS[act]))
     if not possible:
         with pytest.raises(ValueError, match=f"act={act} multiplies weights of .* take such weights"):
             Policy(weights, embedding, head, kv, act, compute, tuple(exceptions))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -9,7 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer.arrays.formats import Format
 from jaxinfer.arrays.precision import Policy
+from jaxinfer.arrays.quant import dequantize
+from jaxinfer.arrays.rounding import quantize
+from jaxinfer.arrays.specs import ParamSpec
 from jaxinfer.config import MlpConfig
 from jaxinfer.model.moe import moe, route
 
@@ -30,7 +35,7 @@ def config(num_experts: int = 5, experts_per_token: int = 2, *, normalize: bool 
 def make(cfg: MlpConfig, num_tokens: int, seed: int = 0) -> tuple[Any, dict[str, Any]]:
     rng = np.random.default_rng(seed)
     E = cfg.num_experts
-    shapes = {"router": (E, D), "gate": (E, D, F), "up": (E, D, F), "down": (E, F, D)}
+    shapes = {"router": (E, D), "gate": (E, F, D), "up": (E, F, D), "down": (E, D, F)}
     return rng.standard_normal((num_tokens, D), np.float32), {
         name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()
     }
@@ -47,9 +52,9 @@ def exact(x: np.ndarray, p: dict[str, np.ndarray], cfg: MlpConfig) -> np.ndarray
         chosen = np.argsort(-chances)[: cfg.experts_per_token]
         share = chances[chosen].sum() if cfg.normalize_router else 1.0
         for e in chosen:
-            gate = row @ wide["gate"][e]
-            hidden = gate / (1 + np.exp(-gate)) * (row @ wide["up"][e])
-            out[i] += chances[e] / share * (hidden @ wide["down"][e])
+            gate = wide["gate"][e] @ row
+            hidden = gate / (1 + np.exp(-gate)) * (wide["up"][e] @ row)
+            out[i] += chances[e] / share * (wide["down"][e] @ hidden)
     return out
 
 
@@ -113,3 +118,36 @@ def test_16_bit_experts_are_near_the_exact_ones():
     assert got.dtype == jnp.bfloat16
     wanted = exact(np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32), p, cfg)
     assert np.abs(np.asarray(got, np.float64) - wanted).max() < 0.05 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize(
+    ("text", "act", "bound"),
+    [
+        ("int8", "compute", 1e-5),
+        ("int8:zero", "compute", 1e-5),
+        ("fp8_e4m3:g8", "compute", 1e-5),
+        ("int4:g8", "compute", 1e-5),
+        ("int4:channel", "int8", 0.04),
+        ("int8", "int8", 0.04),
+        ("fp8_e4m3", "fp8_e4m3", 0.08),
+    ],
+)
+def test_experts_of_codes_are_experts_of_their_numbers(text: str, act: str, bound: float):
+    """Within what rounding the rows changes; each expert's outputs have scales of their own."""
+    cfg = replace(config(), expert_dim=16)
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((9, 16), np.float32)
+    p: dict[str, Any] = {"router": rng.standard_normal((5, 16), np.float32)}
+    wide = dict(p)
+    fmt = Format.parse(text)
+    for name in ("gate", "up", "down"):
+        w = (
+            rng.standard_normal((5, 16, 16), np.float32)
+            * np.array([1, 30, 0.1, 2, 5], np.float32)[:, None, None]
+        )
+        spec = ParamSpec(w.shape, (None,) * 3)
+        p[name] = jax.tree.map(jnp.asarray, quantize(w, spec, fmt))
+        wide[name] = np.asarray(dequantize(p[name], jnp.dtype(jnp.float32)))
+    got = moe(jnp.asarray(x), p, cfg, Policy(*[fmt] * 3, act=act))
+    wanted = exact(x, wide, cfg)
+    assert np.linalg.norm(got - wanted) <= bound * np.linalg.norm(wanted)
