@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxinfer.arrays.formats import Format
 from jaxinfer.arrays.precision import Policy
-from jaxinfer.arrays.quantized import Quantized, fit_format
+from jaxinfer.arrays.quantized import fit_format
 from jaxinfer.arrays.specs import FLOAT32_ROLES, ParamSpec, flatten_specs
 from jaxinfer.weights.place import Recipe, hold
 from jaxinfer.weights.tensors import TensorSource
@@ -18,6 +18,20 @@ from jaxinfer.weights.tensors import TensorSource
 # theirs add an error of a twentieth of a 4-bit step.
 SPARE = Format("int8", 32)
 JOINED = ("q", "k", "v")  # of one layer, which the decoder may join into one matrix
+
+
+@dataclass(frozen=True)
+class Held:
+    """How a checkpoint has a parameter.
+
+    Attributes:
+      name: of its number format, as the file says it.
+      is_coded: whether it lies in codes and scales. format: of ours that holds them as they are, None where none does.
+    """
+
+    name: str
+    is_coded: bool
+    format: Format | None
 
 
 def settle(
@@ -34,56 +48,61 @@ def settle(
       specs: the tree of `ParamSpec` that is loaded.
       recipes: for every leaf, by its dotted path.
     """
-    formats: dict[str, Format] = {}
+
+    def look(path: str, spec: ParamSpec) -> Held:
+        infos = [source.tensors[name] for name in recipes[path].names if name in source.tensors]
+        coded = hold(source, recipes[path], spec)
+        names = "/".join(sorted({info.dtype for info in infos}))
+        return Held(names, any(info.is_coded for info in infos), None if coded is None else coded.format)
+
+    settled, notes = settle_formats(policy, specs, look)
+    return settled, (*source.notes, *notes)
+
+
+def settle_formats(
+    policy: Policy, specs: Any, look: Callable[[str, ParamSpec], Held]
+) -> tuple[Policy, tuple[str, ...]]:
+    """Returns what `settle` does, for a checkpoint of any kind.
+
+    Args:
+      policy: as the user gave it. specs: the tree that is loaded.
+      look: says how the checkpoint has a parameter.
+    """
+    leaves = {path: spec for path, spec in flatten_specs(specs) if spec.role not in FLOAT32_ROLES}
+    held = {path: look(path, spec) for path, spec in leaves.items()}
+    formats = {path: _choose(policy, path, spec, held[path]) for path, spec in leaves.items()}
+    _join(leaves, formats)
     kept: Counter[str] = Counter()
     made: Counter[str] = Counter()
-    leaves = {path: spec for path, spec in flatten_specs(specs) if spec.role not in FLOAT32_ROLES}
-    held = {path: hold(source, recipes[path], spec) for path, spec in leaves.items()}
-    for path, spec in leaves.items():
-        formats[path] = _choose(policy, path, spec, held[path], _is_coded(source, recipes[path]))
-    _join(policy, leaves, formats)
-    for path in leaves:
-        coded, fmt = held[path], formats[path]
-        if coded is not None and coded.format == fmt:
+    for path, fmt in formats.items():
+        if held[path].format == fmt:
             kept[str(fmt)] += 1
-        elif _is_coded(source, recipes[path]):
-            dtypes = sorted({source.tensors[name].dtype for name in recipes[path].names})
-            made[f"{'/'.join(dtypes)} as {fmt}"] += 1
-    notes = [*source.notes]
-    if kept:
-        notes.append("kept as the checkpoint has them: " + _listing(kept))
-    if made:
-        notes.append("expanded and rounded anew: " + _listing(made))
+        elif held[path].is_coded:
+            made[f"{held[path].name} as {fmt}"] += 1
+    notes = [f"weights kept as the checkpoint has them: {_listing(kept)}"] if kept else []
+    notes += [f"weights expanded and made anew: {_listing(made)}"] if made else []
     return _policy_of(policy, leaves, formats), tuple(notes)
 
 
-def _choose(policy: Policy, path: str, spec: ParamSpec, held: Quantized | None, coded: bool) -> Format:
+def _choose(policy: Policy, path: str, spec: ParamSpec, held: Held) -> Format:
     wanted = policy.format_of(path, spec)
     if policy.keeps(path, spec):
-        if held is not None:
-            return held.format
-        return fit_format(spec, SPARE) if coded else wanted
+        return held.format or (fit_format(spec, SPARE) if held.is_coded else wanted)
     wanted = fit_format(spec, wanted)
-    if held is not None and _base(held.format) == _base(wanted):
-        return held.format
-    return wanted
+    return held.format if held.format is not None and _base(held.format) == _base(wanted) else wanted
 
 
-def _join(policy: Policy, leaves: Mapping[str, ParamSpec], formats: dict[str, Format]) -> None:
-    """Gives the q, k and v of each layer one format where only the checkpoint told them apart."""
+def _join(leaves: Mapping[str, ParamSpec], formats: dict[str, Format]) -> None:
+    """Gives the q, k and v of each layer one dtype of scales where nothing else tells them apart.
+
+    The decoder joins those of one format into one matrix; of several it multiplies by each, which rounds nothing anew.
+    """
     for first in [path for path in leaves if path.endswith(".attn.q")]:
-        paths = [first[:-1] + name for name in JOINED]
+        paths = [path for name in JOINED if (path := first[:-1] + name) in leaves]
         found = {formats[path] for path in paths}
-        if len(found) == 1 or any(path not in leaves for path in paths):
-            continue
-        if len({_base(fmt) for fmt in found}) == 1:
-            own = {fmt for fmt in found if fmt.scale}
-            common = own.pop() if len(own) == 1 else _base(found.pop())
-        elif all(policy.keeps(path, leaves[path]) for path in paths):
-            common = fit_format(leaves[first], SPARE)
-        else:
-            continue  # the user told them apart
-        formats.update(dict.fromkeys(paths, common))
+        own = {fmt for fmt in found if fmt.scale}
+        if len(found) > 1 and len({_base(fmt) for fmt in found}) == 1:
+            formats.update(dict.fromkeys(paths, own.pop() if len(own) == 1 else _base(found.pop())))
 
 
 def _policy_of(policy: Policy, leaves: Mapping[str, ParamSpec], formats: Mapping[str, Format]) -> Policy:
@@ -107,10 +126,6 @@ def _policy_of(policy: Policy, leaves: Mapping[str, ParamSpec], formats: Mapping
 
 def _base(fmt: Format) -> Format:
     return replace(fmt, scale="")
-
-
-def _is_coded(source: TensorSource, recipe: Recipe) -> bool:
-    return any(name in source.tensors and source.tensors[name].is_coded for name in recipe.names)
 
 
 def _listing(counts: Counter[str]) -> str:

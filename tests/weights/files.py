@@ -37,10 +37,11 @@ def write_gguf(
     path: Path,
     tensors: Mapping[str, np.ndarray | tuple[np.ndarray, gguf.GGMLQuantizationType]],
     metadata: Mapping[str, Any] | None = None,
+    architecture: str = "toy",
     **options: Any,
 ) -> Path:
     """Writes a GGUF file; a tensor is plain, or the bytes of its blocks and their format."""
-    writer = gguf.GGUFWriter(path, "toy", **options)
+    writer = gguf.GGUFWriter(path, architecture, **options)
     for key, value in (metadata or {}).items():
         if isinstance(value, list):
             writer.add_array(key, value)

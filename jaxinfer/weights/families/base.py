@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.arrays.specs import ParamSpec, flatten_specs
+from jaxinfer.arrays.specs import FLOAT32_ROLES, ParamSpec, flatten_specs
 from jaxinfer.config import ModelConfig
 from jaxinfer.model.decoder import param_specs
 from jaxinfer.weights.families.reader import ConfigReader
@@ -39,10 +39,14 @@ class Recipe:
       names: tensors to read.
       transform: gives the parameter from their arrays, in that order, as a view where it can; a ValueError says
         which shape it wanted.
+      rows: does the same to the rows of matrices ``[out, in]`` whatever their columns are, and gives
+        ``[*out, columns]``: so weights of codes are arranged, whose scales have fewer columns than numbers. It fails,
+        or gives another number of columns, where the transform does not leave rows whole. None for what is no matrix.
     """
 
     names: tuple[str, ...]
     transform: Callable[..., np.ndarray]
+    rows: Callable[..., np.ndarray] | None = None
 
 
 @dataclass(frozen=True)
@@ -84,17 +88,15 @@ class Family:
         table = self.tables[kind]
         embedding, _ = _entry(table, "embed.tokens")
         prefix = next((p for p in self.prefixes if embedding.format(p=p) in names), self.prefixes[0])
-        transforms: dict[str, Callable[..., np.ndarray]] = {}  # one for all layers
+        made: dict[str, tuple[Callable[..., np.ndarray], Callable[..., np.ndarray] | None]] = {}
         recipes = {}
         for path, spec in flatten_specs(param_specs(cfg)):
             key, layer = _split_layer(path)
             name, prepare = _entry(table, key)
             experts = range(cfg.mlp.num_experts) if "{e}" in name else (0,)
-            if key not in transforms:
-                transforms[key] = _transform(key, spec, prepare, cfg)
-            recipes[path] = Recipe(
-                tuple(name.format(p=prefix, i=layer, e=e) for e in experts), transforms[key]
-            )
+            if key not in made:
+                made[key] = _transform(key, spec, prepare, cfg), _rows(spec, prepare, cfg)
+            recipes[path] = Recipe(tuple(name.format(p=prefix, i=layer, e=e) for e in experts), *made[key])
         return recipes
 
     def ignorable(self, kind: SourceKind) -> tuple[str, ...]:
@@ -127,12 +129,24 @@ def _transform(key: str, spec: ParamSpec, prepare: Prepare, cfg: ModelConfig) ->
     return lambda array: _checked(prepare(array, cfg), (wide, math.prod(shape) // wide)).reshape(shape)
 
 
+def _rows(spec: ParamSpec, prepare: Prepare, cfg: ModelConfig) -> Callable[..., np.ndarray] | None:
+    if spec.role in FLOAT32_ROLES:
+        return None
+    out = spec.shape[: len(spec.shape) - spec.num_in]
+
+    def rows(*arrays: np.ndarray) -> np.ndarray:
+        made = [prepare(array, cfg) for array in arrays]
+        whole = made[0] if len(made) == 1 else np.stack(made)
+        return whole.reshape(*out, whole.shape[-1])
+
+    return rows
+
+
 def _experts(arrays: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """Returns ``[E, in, out]`` of E matrices ``[out, in]``, which may already be one array."""
-    E, ins, outs = shape
+    """Returns ``[E, out, in]`` of E matrices ``[out, in]``, which may already be one array."""
     if len(arrays) == 1 and arrays[0].ndim == 3:
-        return _checked(arrays[0], (E, outs, ins)).transpose(0, 2, 1)
-    return np.stack([_checked(a, (outs, ins)) for a in arrays]).transpose(0, 2, 1)
+        return _checked(arrays[0], shape)
+    return np.stack([_checked(a, shape[1:]) for a in arrays])
 
 
 def _checked(array: np.ndarray, wanted: tuple[int, ...]) -> np.ndarray:
