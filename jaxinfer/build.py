@@ -33,16 +33,25 @@ from jaxinfer.weights.model import Model, open_model
 Say = Callable[[str], None]
 
 
-def choose_policy(text: str) -> tuple[Policy, str]:
-    """Returns the policy of a run and the reason for it in words."""
-    if text != "auto":
-        return Policy.parse(text), "asked for"
+def choose_policy(text: str, converted: str | None = None) -> tuple[Policy, str]:
+    """Returns the policy of a run and the reason for it in words.
+
+    Args:
+      text: as the user gave it; what it leaves open takes the 16- or 32-bit format that the machine multiplies.
+      converted: the policy that a checkpoint of few bits was converted with, None for others.
+    """
     backend = jax.default_backend()
     if backend != "cpu":
-        return Policy.parse("bfloat16"), f"auto: {backend} multiplies bfloat16"
-    if has_native_bfloat16():
-        return Policy.parse("bfloat16"), "auto: this processor multiplies bfloat16"
-    return Policy.parse("float32"), "auto: this processor has no bfloat16 multiply"
+        base, why = "bfloat16", f"auto: {backend} multiplies bfloat16"
+    elif has_native_bfloat16():
+        base, why = "bfloat16", "auto: this processor multiplies bfloat16"
+    else:
+        base, why = "float32", "auto: this processor has no bfloat16 multiply"
+    if text != "auto":
+        return Policy.parse(text, base), "asked for"
+    if converted is not None:
+        return Policy.parse(converted, base), "auto: what the checkpoint was converted with"
+    return Policy.parse(base), why
 
 
 # A chunk of 32 tokens beside 8 decode rows takes 2 to 3 times as long as the rows alone on two cores.
@@ -234,12 +243,15 @@ def build_engine(config: RunConfig, model: Model | None = None, say: Say = lambd
     """
     model = model or open_model(config.model)
     cfg = model.cfg
-    policy, reason = choose_policy(config.policy)
+    policy, reason = choose_policy(config.policy, model.policy)
     say(f"model {model.name}: {cfg.family}, {cfg.num_layers} layers; policy {policy} ({reason})")
+    policy, notes = model.settle(policy)
+    for note in notes:
+        say(note)
     num_pages, max_len = plan_memory(config, cfg, policy, say)
     buckets = choose_buckets(config, max_len)
     static = Static(cfg, policy, choose_attention(config.attention), max_len)
-    sizes = stack_sizes(cfg, config.stack_size or default_stack_size(cfg))
+    sizes = stack_sizes(cfg, config.stack_size or default_stack_size(cfg), policy)
     cache = init_cache(cfg, policy, sizes, num_pages, config.page_size)
     slots = init_slots(config.max_num_seqs, max_len, cfg.vocab_size, SlotCaps())
     store = open_store(config.compile_cache, say)
@@ -305,6 +317,6 @@ def open_store(compile_cache: bool | str, say: Say) -> ExecutableStore | None:
 def default_stack_size(cfg: ModelConfig) -> int:
     """Returns layers a scan: one scan on TPU, unrolled elsewhere, where a scan copies each layer's weights.
 
-    Llama-3-8B compiled for an H100, 64 rows: 0.405 GiB temporary in one scan, 0.009 GiB unrolled; on a TPU v5p both fuse.
+    Llama-3-8B compiled for an H100, 64 rows: 0.405 GiB temporary in one scan, 0.009 GiB unrolled; on TPUs slices fuse.
     """
     return cfg.num_layers if backend() == "tpu" else 1

@@ -28,6 +28,7 @@ FLOORS = {
     **dict.fromkeys(("engine", "run_config"), 6),
     **dict.fromkeys(("server", "build"), 7),
     "llm": 8,  # the Python door: it has build assemble its engine
+    "aot": 8,  # steps compiled for devices that are not here
     "bench": 9,  # load for our engine or for any endpoint
     "": 10,  # the package itself: what it exports
     "cli": 11,

@@ -19,6 +19,7 @@ COMMANDS = {
     "serve": "answer OpenAI's API over HTTP, with a page to chat and to watch",
     "bench": "measure endpoints, or an engine in this process, under load",
     "convert": "write a checkpoint that starts faster",
+    "compile": "what a model needs of TPUs or GPUs that are not here",
 }
 OK, FAILED, USAGE, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141  # the last two are the shell's 128 + signal
 USER_ERRORS = (ValueError, FetchError, OSError)  # a checkpoint's, a request's and a setting's are ValueErrors

@@ -205,7 +205,11 @@ def stacked_shapes(cfg: ModelConfig, policy: Policy, sizes: Sequence[int]) -> di
 
 
 def _stack(group: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns layers as one stack; a layer alone has q, k, v of one format as ``qkv [N+2K, H, D]``."""
+    """Returns layers as one stack; a layer alone has q, k, v of one format as ``qkv [N+2K, H, D]``.
+
+    ``o`` lies as ``[D, N*H]``: its heads apart are other tiles, and a TPU v5p copied it at every layer to multiply it.
+    """
+    group = [{**layer, "attn": {**layer["attn"], "o": _join_inputs(layer["attn"]["o"])}} for layer in group]
     if len(group) > 1:
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *group)
     attn = dict(group[0]["attn"])
@@ -214,6 +218,11 @@ def _stack(group: Sequence[dict[str, Any]]) -> dict[str, Any]:
         joined = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
         attn = {name: leaf for name, leaf in attn.items() if name not in ("q", "k", "v")} | {"qkv": joined}
     return jax.tree.map(lambda leaf: leaf[None], {**group[0], "attn": attn})
+
+
+def _join_inputs(w: Any) -> Any:
+    """Returns a weight ``[out, *in]``, plain or of codes, with one axis of inputs."""
+    return jax.tree.map(lambda part: part.reshape(len(part), -1), w)
 
 
 def embed(params: dict[str, Any], static: Static, tokens: jax.Array, positions: jax.Array) -> jax.Array:

@@ -65,7 +65,7 @@ def project_qkv(
 
 def project_out(x: jax.Array, p: Params, policy: Policy) -> jax.Array:
     """Returns ``[M, D]`` from the heads' outputs ``[M, N, H]``."""
-    y = linear(x, p["o"], policy)
+    y = linear(x.reshape(len(x), -1), p["o"], policy)
     return (y + p["o_bias"]).astype(y.dtype) if "o_bias" in p else y
 
 

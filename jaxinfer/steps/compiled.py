@@ -196,9 +196,7 @@ class StepTable:
         shapes = list(shapes)
         single = [shape for shape in shapes if shape.num_steps == 1]
         counts = sorted({count for shape in single for count in shape.draws})
-        wanted: dict[str, Callable[[], Any]] = {
-            str(shape): partial(self._lower_step, shape) for shape in shapes
-        }
+        wanted: dict[str, Callable[[], Any]] = {str(shape): partial(self.lower, shape) for shape in shapes}
         if "sample" in draws:
             wanted |= {f"draw {n}": partial(self._lower_draw, draw, n) for n in counts}
         if "greedy" in draws:
@@ -236,7 +234,8 @@ class StepTable:
         tokens = _ints(slots.history.shape[1])
         return jax.jit(recall_history, donate_argnums=0).lower(slots, _ints(), tokens, _ints())
 
-    def _lower_step(self, shape: Shape) -> Any:
+    def lower(self, shape: Shape) -> jax.stages.Lowered:
+        """Returns the forward step of a shape, lowered and not yet compiled."""
         B, b = shape.decode, shape.prefill[0]
         rows = DecodeRows(_ints(B, 3 + shape.width)) if B else None
         packed = tuple(p for p in (rows, _prefill_rows(shape) if b else None) if p is not None)

@@ -1,0 +1,1 @@
+"""Ahead-of-time compilation: what a step will need of a device that is not here."""
