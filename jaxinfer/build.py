@@ -11,6 +11,7 @@ import jax
 
 from jaxinfer.arrays.backend import backend
 from jaxinfer.arrays.precision import Policy
+from jaxinfer.arrays.quantized import is_quantized
 from jaxinfer.config import ModelConfig
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.host_pages import HostPages
@@ -258,7 +259,7 @@ def build_engine(config: RunConfig, model: Model | None = None, say: Say = lambd
     shapes = stacked_shapes(cfg, policy, sizes)
     each = page_bytes(cfg, policy, config.page_size)
     num_host_pages = count_host_pages(config.host_cache_bytes, each)
-    num_weights = sum(leaf.size for leaf in jax.tree.leaves(shapes["stacks"]))
+    num_weights = sum(w.size for w in jax.tree.leaves(shapes["stacks"], is_leaf=is_quantized))
     preemption, why = choose_preemption(config, num_host_pages, each, num_weights)
     if num_host_pages:
         say(f"host cache: {num_host_pages} pages; preemption by {preemption} ({why})")

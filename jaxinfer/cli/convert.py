@@ -19,6 +19,8 @@ def make_flags() -> CommandFlags:
         (
             "--model smollm2-135m --output smollm2",
             "--model my-model/ --output my-model-bf16 --policy bfloat16",
+            "--model my-model/ --output my-model-int8 --policy w8a8",
+            "--model my-model-gptq/ --output my-model-4bit --policy weights=checkpoint",
         ),
     )
     flags.add("output", "FOLDER", "the folder to make; it must not exist")
@@ -46,6 +48,9 @@ def convert(name: str, policy_name: str, output: Path) -> None:
     Args:
       name: see `open_model`. policy_name: see `RunConfig`. output: the folder to make.
     """
+    import jax
+
+    from jaxinfer.arrays.quantized import is_quantized
     from jaxinfer.build import choose_policy
     from jaxinfer.weights import store
     from jaxinfer.weights.model import open_model
@@ -56,7 +61,12 @@ def convert(name: str, policy_name: str, output: Path) -> None:
     if model.source is None:
         raise ValueError(f"model {name} is converted already; convert its source again for another policy")
     say(f"converting {model.name} ({model.cfg.family}); policy {policy} ({reason})")
-    store.save(output, model.load(policy, None, None), model.cfg, model.defaults, model.source)
+    settled, notes = model.settle(policy)
+    for note in notes:
+        say(note)
+    params = model.load(settled, None, None)
+    coded = any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized)))
+    store.save(output, params, model.cfg, model.defaults, model.source, str(policy) if coded else None)
     num_bytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
     say(f"wrote {num_bytes / 2**20:.0f} MiB to {output} in {time.monotonic() - started:.1f} s")
     say(f"use it: jaxinfer generate --model {output}")

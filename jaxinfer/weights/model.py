@@ -14,8 +14,10 @@ from jaxinfer.text import Tokenizer
 from jaxinfer.weights.families import find_family, read_config
 from jaxinfer.weights.fetch import resolve_model
 from jaxinfer.weights.load import Progress, load_params
+from jaxinfer.weights.settle import settle, settle_formats
 from jaxinfer.weights.source import TensorSource, find_kind, open_source
 
+Settle = Callable[[Policy], tuple[Policy, tuple[str, ...]]]
 Load = Callable[[Policy, Any, Progress | None], Any]
 
 
@@ -27,9 +29,12 @@ class Model:
       name: as it was asked for. path: where it lies.
       cfg: the decoder. defaults: end tokens and sampling defaults.
       tokenizer: its own.
+      settle: ``settle(policy)`` gives the policy that names the very format of every parameter, and what is to be said
+        of it: which weights lie in few bits as the checkpoint has them. Shapes and `load` want a settled one.
       load: ``load(policy, shardings, progress)`` gives the tree of `param_specs` on devices; shardings None is the
         default device. ``progress`` may be None, and a converted checkpoint, read by orbax at once, never calls it.
       source: the opened checkpoint, None for one that `jaxinfer convert` wrote.
+      policy: that it was converted with, where its weights lie in few bits; None elsewhere.
     """
 
     name: str
@@ -37,8 +42,10 @@ class Model:
     cfg: ModelConfig
     defaults: GenerationDefaults
     tokenizer: Tokenizer
+    settle: Settle
     load: Load
     source: TensorSource | None
+    policy: str | None = None
 
 
 def open_model(name: str) -> Model:
@@ -55,7 +62,7 @@ def open_model(name: str) -> Model:
     gguf = source.kind == "gguf"
     tokenizer = Tokenizer.from_gguf(source.config) if gguf else Tokenizer.from_folder(source.path)
     defaults = with_end_tokens(defaults, tokenizer)
-    return Model(name, path, cfg, defaults, tokenizer, _loader(source, cfg), source)
+    return Model(name, path, cfg, defaults, tokenizer, *_doors(source, cfg), source)
 
 
 def _open_stored(name: str, path: Path) -> Model:
@@ -67,10 +74,16 @@ def _open_stored(name: str, path: Path) -> Model:
         Tokenizer.from_gguf(metadata) if metadata else Tokenizer.from_folder(path / store.TOKENIZER_FOLDER)
     )
 
-    def load(policy: Policy, shardings: Any, progress: Progress | None) -> Any:
-        return store.restore(path, param_specs(meta.config), policy=policy, shardings=shardings)
+    specs = param_specs(meta.config)
 
-    return Model(name, path, meta.config, with_end_tokens(meta.generation, tokenizer), tokenizer, load, None)
+    def load(policy: Policy, shardings: Any, progress: Progress | None) -> Any:
+        return store.restore(path, specs, policy=policy, shardings=shardings)
+
+    def settle_stored(policy: Policy) -> tuple[Policy, tuple[str, ...]]:
+        return settle_formats(policy, specs, meta.look)
+
+    defaults = with_end_tokens(meta.generation, tokenizer)
+    return Model(name, path, meta.config, defaults, tokenizer, settle_stored, load, None, meta.policy)
 
 
 def with_end_tokens(defaults: GenerationDefaults, tokenizer: Tokenizer) -> GenerationDefaults:
@@ -78,18 +91,15 @@ def with_end_tokens(defaults: GenerationDefaults, tokenizer: Tokenizer) -> Gener
     return defaults if defaults.eos_ids else replace(defaults, eos_ids=tokenizer.eos_ids)
 
 
-def _loader(source: TensorSource, cfg: ModelConfig) -> Load:
+def _doors(source: TensorSource, cfg: ModelConfig) -> tuple[Settle, Load]:
+    """Returns how a model's policy is settled, and how its weights are loaded."""
+    family = find_family(source)
+    recipes, specs = family.mapping(cfg, source.kind, source.tensors), param_specs(cfg)
+
     def load(policy: Policy, shardings: Any, progress: Progress | None) -> Any:
-        family = find_family(source)
-        recipes = family.mapping(cfg, source.kind, source.tensors)
+        ignorable = family.ignorable(source.kind)
         return load_params(
-            source,
-            param_specs(cfg),
-            recipes,
-            policy=policy,
-            ignorable=family.ignorable(source.kind),
-            shardings=shardings,
-            progress=progress,
+            source, specs, recipes, policy=policy, ignorable=ignorable, shardings=shardings, progress=progress
         )
 
-    return load
+    return lambda policy: settle(policy, source, specs, recipes), load

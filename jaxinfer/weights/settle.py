@@ -47,6 +47,9 @@ def settle(
       source: the opened checkpoint.
       specs: the tree of `ParamSpec` that is loaded.
       recipes: for every leaf, by its dotted path.
+
+    Raises:
+      ValueError: see `settle_formats`.
     """
 
     def look(path: str, spec: ParamSpec) -> Held:
@@ -67,8 +70,13 @@ def settle_formats(
     Args:
       policy: as the user gave it. specs: the tree that is loaded.
       look: says how the checkpoint has a parameter.
+
+    Raises:
+      ValueError: the policy names what the model does not have, see `Policy.check_model`.
     """
-    leaves = {path: spec for path, spec in flatten_specs(specs) if spec.role not in FLOAT32_ROLES}
+    whole = dict(flatten_specs(specs))
+    policy.check_model(whole, tied=all(spec.role != "head" for spec in whole.values()))
+    leaves = {path: spec for path, spec in whole.items() if spec.role not in FLOAT32_ROLES}
     held = {path: look(path, spec) for path, spec in leaves.items()}
     formats = {path: _choose(policy, path, spec, held[path]) for path, spec in leaves.items()}
     _join(leaves, formats)

@@ -1,7 +1,8 @@
 """Our own checkpoints: the canonical tree by Orbax, beside it all that a start needs. Only this module imports orbax.
 
-folder/jaxinfer.json   format version, configuration, generation defaults, shape and dtype of every leaf
-folder/params/         the leaves by their dotted paths, row-major and uncompressed (read twice as fast)
+folder/jaxinfer.json   format version, configuration, generation defaults, shape and format of every leaf, the policy
+folder/params/         the leaves by their dotted paths, row-major and uncompressed (read twice as fast); a weight of
+                       codes as its components, layers.0.attn.q.values and layers.0.attn.q.scale
 folder/tokenizer/      the source's tokenizer files, or tokenizer.gguf.json with a GGUF's tokenizer metadata
 """
 
@@ -19,8 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.arrays.formats import FLOAT32, Format
 from jaxinfer.arrays.precision import Policy
-from jaxinfer.arrays.specs import flatten_specs, is_spec, path_name
+from jaxinfer.arrays.quant import dequantize
+from jaxinfer.arrays.quantized import abstract, is_quantized
+from jaxinfer.arrays.rounding import quantize
+from jaxinfer.arrays.specs import ParamSpec, flatten_specs, is_spec, path_name
 from jaxinfer.config import GenerationDefaults, ModelConfig
 from jaxinfer.weights.buffers import may_overflow
 from jaxinfer.weights.errors import (
@@ -33,12 +38,13 @@ from jaxinfer.weights.errors import (
     NonFiniteTensorsError,
     UnsupportedFormatError,
 )
-from jaxinfer.weights.load import leaf_shardings
+from jaxinfer.weights.load import fit_sharding, leaf_shardings
 from jaxinfer.weights.records import from_json, read_json, to_json
+from jaxinfer.weights.settle import Held
 from jaxinfer.weights.source import HALF_WRITTEN, STORE_FILE
 from jaxinfer.weights.tensors import TensorSource
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 knew no codes, and had experts as [E, in, out]
 PARAMS_FOLDER = "params"
 TOKENIZER_FOLDER = "tokenizer"
 GGUF_TOKENIZER_FILE = "tokenizer.gguf.json"
@@ -61,16 +67,28 @@ class StoreMeta:
 
     Attributes:
       config: the model. generation: its end tokens and default sampling.
-      leaves: ``(shape, dtype name)`` of every parameter by its dotted path.
+      leaves: ``(shape, format)`` of every parameter by its dotted path.
+      policy: that it was converted with, where weights lie in few bits.
     """
 
     config: ModelConfig
     generation: GenerationDefaults
-    leaves: dict[str, tuple[tuple[int, ...], str]]
+    leaves: dict[str, tuple[tuple[int, ...], Format]]
+    policy: str | None = None
+
+    def look(self, path: str, spec: ParamSpec) -> Held:
+        """Returns how the checkpoint has a parameter."""
+        _, fmt = self.leaves.get(path, (spec.shape, FLOAT32))
+        return Held(str(fmt), not fmt.is_plain, None if fmt.is_plain else fmt)
 
 
 def save(
-    path: str | Path, params: Any, config: ModelConfig, generation: GenerationDefaults, source: TensorSource
+    path: str | Path,
+    params: Any,
+    config: ModelConfig,
+    generation: GenerationDefaults,
+    source: TensorSource,
+    policy: str | None = None,
 ) -> None:
     """Writes a self-contained checkpoint; the folder appears whole or not at all.
 
@@ -79,6 +97,7 @@ def save(
       params: the canonical tree of arrays.
       config, generation: what the family read.
       source: where the parameters came from; its tokenizer is copied.
+      policy: that the parameters lie in, where some have few bits: what a run takes that asks for no other.
 
     Raises:
       FileExistsError: ``path`` exists.
@@ -88,11 +107,13 @@ def save(
         raise FileExistsError(f"{path}: exists; name a new folder, or remove this one first")
     path.parent.mkdir(parents=True, exist_ok=True)
     leaves = {path_name(key): leaf for key, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    weights = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
     meta = {
         "format_version": FORMAT_VERSION,
         "config": to_json(config),
         "generation": to_json(generation),
-        "leaves": {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in leaves.items()},
+        "leaves": {path_name(key): [list(w.shape), _format_name(w)] for key, w in weights},
+        "policy": policy,
     }
     temporary = Path(tempfile.mkdtemp(prefix=f"{path.name}{HALF_WRITTEN}", dir=path.parent))
     try:
@@ -121,7 +142,8 @@ def read_meta(path: str | Path) -> StoreMeta:
     version = meta.get("format_version")
     if version != FORMAT_VERSION:
         raise UnsupportedFormatError(
-            f"{path}: format version {version!r} is not {FORMAT_VERSION}; convert again"
+            f"{path}: format version {version!r} is not {FORMAT_VERSION}, which this jaxinfer writes; convert its "
+            "source again"
         )
     absent = [name for name in (PARAMS_FOLDER, TOKENIZER_FOLDER) if not (path / name).is_dir()]
     if absent:
@@ -131,7 +153,11 @@ def read_meta(path: str | Path) -> StoreMeta:
         return StoreMeta(
             from_json(ModelConfig, meta["config"]),
             from_json(GenerationDefaults, meta["generation"]),
-            {name: (tuple(shape), dtype) for name, (shape, dtype) in meta["leaves"].items()},
+            {
+                name: (tuple(shape), Format.parse(text, name))
+                for name, (shape, text) in meta["leaves"].items()
+            },
+            meta.get("policy"),
         )
     except CheckpointError:
         raise
@@ -151,11 +177,12 @@ def restore(path: str | Path, specs: Any, *, policy: Policy, shardings: Any = No
     Args:
       path: the folder.
       specs: the wanted tree of `ParamSpec`.
-      policy: names the number format of each role; leaves kept in another are cast.
+      policy: names the format of each leaf; plain ones kept in another are cast, and what lies in other codes than it
+        names (or in none) is rounded anew, on the host.
       shardings: one sharding for all leaves or a tree of them like ``specs``; None is the default device.
 
     Returns:
-      The tree of ``specs`` with an array for each leaf.
+      The tree of ``specs`` with an array, or a `Quantized`, for each leaf.
 
     Raises:
       CheckpointError: see `read_meta`; or the leaves are not those of ``specs``, each fault with every name.
@@ -163,6 +190,37 @@ def restore(path: str | Path, specs: Any, *, policy: Policy, shardings: Any = No
     path = Path(path).absolute()
     meta = read_meta(path)
     leaves = dict(flatten_specs(specs))
+    _check_leaves(path, meta, leaves)
+    where = leaf_shardings(specs, shardings)
+    formats = {name: policy.format_of(name, spec) for name, spec in leaves.items()}
+    stored = {name: fmt for name, (_, fmt) in meta.leaves.items()}
+    wanted: dict[str, jax.ShapeDtypeStruct] = {}
+    casts: dict[str, Any] = {}
+    for name, spec in leaves.items():
+        whole = {name: abstract(spec, stored[name])}
+        for key, part in jax.tree_util.tree_leaves_with_path(whole):
+            part_name, sharding = path_name(key), fit_sharding(where[name], part.shape)
+            wanted[part_name] = jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=sharding)
+            # A dtype of None is the stored one; naming it would send every leaf through a cast (a third of the time).
+            plain = stored[name].is_plain and formats[name].is_plain and stored[name] != formats[name]
+            casts[part_name] = formats[name].dtype if plain else None
+    parts = _read_params(path / PARAMS_FOLDER, wanted, casts)
+    restored = {name: _gather(parts, name, spec, stored[name]) for name, spec in leaves.items()}
+    narrowed = [
+        n
+        for n, fmt in formats.items()
+        if fmt.is_plain and stored[n].is_plain and may_overflow(stored[n].dtype, fmt.dtype)
+    ]
+    if bad := [(n, f"overflows {formats[n]}") for n in narrowed if not jnp.isfinite(restored[n]).all()]:
+        raise NonFiniteTensorsError(path, bad)
+    for name, spec in leaves.items():
+        if stored[name] != formats[name] and not (stored[name].is_plain and formats[name].is_plain):
+            restored[name] = _round_anew(restored[name], spec, formats[name], where[name])
+    return jax.tree.unflatten(jax.tree.structure(specs, is_leaf=is_spec), [restored[name] for name in leaves])
+
+
+def _check_leaves(path: Path, meta: StoreMeta, leaves: dict[str, ParamSpec]) -> None:
+    """Holds the checkpoint's leaves against those that the model wants."""
     if missing := leaves.keys() - meta.leaves.keys():
         raise MissingTensorsError(path, [(name, "") for name in missing])
     if extra := meta.leaves.keys() - leaves.keys():
@@ -172,15 +230,23 @@ def restore(path: str | Path, specs: Any, *, policy: Policy, shardings: Any = No
         (n, f"got {shapes[n]}, expected {s.shape}") for n, s in leaves.items() if shapes[n] != s.shape
     ]:
         raise MisshapenTensorsError(path, bad)
-    where = leaf_shardings(specs, shardings)
-    dtypes = {name: policy.dtype_of(spec.role) for name, spec in leaves.items()}
-    # A dtype of None is the stored one; naming it would send every leaf through a cast (a third of the time).
-    casts = {name: None if str(dtype) == meta.leaves[name][1] else dtype for name, dtype in dtypes.items()}
-    restored = _read_params(path / PARAMS_FOLDER, where, casts)
-    narrowed = [n for n, dtype in dtypes.items() if may_overflow(np.dtype(meta.leaves[n][1]), dtype)]
-    if bad := [(n, f"overflows {dtypes[n]}") for n in narrowed if not jnp.isfinite(restored[n]).all()]:
-        raise NonFiniteTensorsError(path, bad)
-    return jax.tree.unflatten(jax.tree.structure(specs, is_leaf=is_spec), [restored[name] for name in leaves])
+
+
+def _gather(parts: dict[str, jax.Array], name: str, spec: ParamSpec, fmt: Format) -> Any:
+    """Returns a leaf of its restored components."""
+    whole = {name: abstract(spec, fmt)}
+    return jax.tree_util.tree_map_with_path(lambda key, _: parts[path_name(key)], whole)[name]
+
+
+def _round_anew(leaf: Any, spec: ParamSpec, fmt: Format, sharding: jax.sharding.Sharding) -> Any:
+    """Returns a leaf in another format, by way of float32 on the host."""
+    wide = np.asarray(dequantize(leaf, jnp.dtype(jnp.float32)) if is_quantized(leaf) else leaf)
+    made = wide.astype(fmt.dtype) if fmt.is_plain else quantize(wide, spec, fmt)
+    return jax.tree.map(lambda part: jax.device_put(part, fit_sharding(sharding, part.shape)), made)
+
+
+def _format_name(weight: Any) -> str:
+    return str(weight.format if is_quantized(weight) else weight.dtype)
 
 
 def _file_sizes(folder: Path) -> dict[str, int]:
@@ -206,15 +272,17 @@ def _write_params(path: Path, leaves: dict[str, jax.Array]) -> None:
 
 
 def _read_params(
-    path: Path, where: dict[str, jax.sharding.Sharding], casts: dict[str, jnp.dtype | None]
+    path: Path, wanted: dict[str, jax.ShapeDtypeStruct], casts: dict[str, jnp.dtype | None]
 ) -> dict[str, jax.Array]:
     import orbax.checkpoint as ocp
 
-    restore_args = {name: ocp.ArrayRestoreArgs(sharding=where[name], dtype=casts[name]) for name in where}
+    restore_args = {
+        name: ocp.ArrayRestoreArgs(sharding=part.sharding, dtype=casts[name]) for name, part in wanted.items()
+    }
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             return checkpointer.restore(
-                path, args=ocp.args.PyTreeRestore(item=where, restore_args=restore_args)
+                path, args=ocp.args.PyTreeRestore(item=wanted, restore_args=restore_args)
             )
     except (ValueError, KeyError, OSError) as error:  # orbax's and tensorstore's, for files that are damaged
         raise CorruptFileError(path, str(error)) from error

@@ -72,7 +72,16 @@ class CommandLine:
         attention, mlp = AttentionConfig(1, 1, 2, 1.0), MlpConfig(2)
         cfg = ModelConfig("fake", VOCAB, 2, 1024, (LayerKind(),), attention, mlp)
         defaults = GenerationDefaults((EOS,), sampling=self.defaults)
-        return Model(name, Path(name), cfg, defaults, ChatTokenizer(), lambda *_: None, None)
+        return Model(
+            name,
+            Path(name),
+            cfg,
+            defaults,
+            ChatTokenizer(),
+            lambda policy: (policy, ()),
+            lambda *_: None,
+            None,
+        )
 
     def build(self, config: RunConfig, model: Model, say: Callable[[str], None]) -> Engine:
         limits: dict[str, Any] = {

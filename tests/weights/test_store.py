@@ -10,7 +10,10 @@ import jax
 import numpy as np
 import pytest
 
+from jaxinfer.arrays.formats import Format
 from jaxinfer.arrays.precision import Policy
+from jaxinfer.arrays.quant import dequantize
+from jaxinfer.arrays.rounding import quantize
 from jaxinfer.arrays.specs import ParamSpec, random_params
 from jaxinfer.config import AttentionConfig, GenerationDefaults, LayerKind, MlpConfig, ModelConfig, RopeConfig
 from jaxinfer.weights import store
@@ -24,6 +27,7 @@ from jaxinfer.weights.errors import (
     NonFiniteTensorsError,
     UnsupportedFormatError,
 )
+from jaxinfer.weights.settle import settle_formats
 from jaxinfer.weights.source import find_kind, open_source
 from tests.families.sources import DictSource
 from tests.weights.files import write_gguf, write_hf
@@ -79,7 +83,7 @@ def test_a_checkpoint_comes_back_whole(tmp_path: Path) -> None:
     meta = store.read_meta(folder)
     assert meta.config == CONFIG
     assert meta.generation == GENERATION
-    assert meta.leaves["layers.1.attn.q"] == ((8, 2, 4), "bfloat16")
+    assert meta.leaves["layers.1.attn.q"] == ((8, 2, 4), Format("bfloat16"))
     assert store.read_tokenizer_metadata(folder) == {"tokenizer.ggml.model": "gpt2"}
     restored = store.restore(folder, SPECS, policy=Policy.parse("bfloat16"))
     assert_same(restored, params)
@@ -91,6 +95,67 @@ def test_restore_casts_to_the_policy(tmp_path: Path) -> None:
     params = saved(tmp_path / "m", "bfloat16")
     restored = store.restore(tmp_path / "m", SPECS, policy=Policy.parse("float32"))
     assert_same(restored, jax.tree.map(lambda leaf: leaf.astype(np.float32), params))
+
+
+CODED = ("int8", "int8:g16:f16", "int4:g16", "int4:g16:zero:f32", "int4:channel")
+CODED += ("fp8_e4m3:g8", "fp8_e5m2", "mxfp4", "nvfp4")
+WIDE = {
+    "embed": {"tokens": spec(16, 64, role="embedding")},
+    "layers": (
+        {
+            "attn": {"o": ParamSpec((8, 2, 32), (None,) * 3, num_in=2)},
+            "norm": {"scale": spec(8, role="norm")},
+        },
+    ),
+}
+
+
+def saved_coded(folder: Path, fmt: str) -> Any:
+    plain = random_params(WIDE, 0, np.dtype(np.float32))
+    o = WIDE["layers"][0]["attn"]["o"]
+    coded = quantize(np.asarray(plain["layers"][0]["attn"]["o"]), o, Format.parse(fmt))
+    plain["layers"][0]["attn"]["o"] = jax.tree.map(jax.numpy.asarray, coded)
+    store.save(folder, plain, CONFIG, GENERATION, DictSource("gguf", {}), f"weights={fmt},embedding=f32")
+    return plain
+
+
+@pytest.mark.parametrize("fmt", CODED)
+def test_weights_of_codes_come_back_bit_by_bit(tmp_path: Path, fmt: str) -> None:
+    params = saved_coded(tmp_path / "m", fmt)
+    meta = store.read_meta(tmp_path / "m")
+    assert meta.leaves["layers.0.attn.o"] == ((8, 2, 32), Format.parse(fmt))
+    assert meta.leaves["embed.tokens"] == ((16, 64), Format("float32"))
+    for text in (str(meta.policy), "weights=checkpoint"):
+        policy, notes = settle_formats(Policy.parse(text), WIDE, meta.look)
+        assert notes == (f"weights kept as the checkpoint has them: 1 {fmt}",)
+        restored = store.restore(tmp_path / "m", WIDE, policy=policy)
+        assert jax.tree.structure(restored) == jax.tree.structure(params)
+        assert_same(restored, params)
+
+
+@pytest.mark.parametrize("fmt", ["int8", "int4:g16:zero:f16", "mxfp4"])
+def test_another_policy_rounds_a_weight_of_codes_anew(tmp_path: Path, fmt: str) -> None:
+    params = saved_coded(tmp_path / "m", fmt)
+    meta, spec = store.read_meta(tmp_path / "m"), WIDE["layers"][0]["attn"]["o"]
+    wide = np.asarray(dequantize(params["layers"][0]["attn"]["o"], np.dtype(np.float32)))
+    for other in ("bfloat16", "int4:g32"):
+        policy, notes = settle_formats(Policy.parse(f"weights={other},embedding=int8"), WIDE, meta.look)
+        assert notes == (f"weights expanded and made anew: 1 {fmt} as {other}",)
+        restored = store.restore(tmp_path / "m", WIDE, policy=policy)
+        wanted = wide.astype(other) if other == "bfloat16" else quantize(wide, spec, Format.parse(other))
+        assert_same(restored["layers"][0]["attn"]["o"], wanted)
+        tokens = np.asarray(params["embed"]["tokens"])
+        assert_same(restored["embed"]["tokens"], quantize(tokens, WIDE["embed"]["tokens"], Format("int8")))
+
+
+def test_a_folder_of_an_older_version_is_to_be_converted_again(tmp_path: Path) -> None:
+    saved(tmp_path / "m")
+    marker = tmp_path / "m" / "jaxinfer.json"
+    marker.write_text(json.dumps(json.loads(marker.read_text()) | {"format_version": 1}))
+    with pytest.raises(
+        UnsupportedFormatError, match="version 1 is not 2, which this jaxinfer writes; convert its"
+    ):
+        store.restore(tmp_path / "m", SPECS, policy=Policy())
 
 
 def test_numbers_too_large_for_the_policy_are_named(tmp_path: Path) -> None:
@@ -219,8 +284,9 @@ SHARDED = """
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from pathlib import Path
-from tests.weights.test_store import SPECS, saved
+from tests.weights.test_store import SPECS, WIDE, saved, saved_coded
 from jaxinfer.arrays.precision import Policy
+from jaxinfer.arrays.specs import is_spec
 from jaxinfer.weights import store
 import sys
 
@@ -240,6 +306,15 @@ for leaf, wanted, sharding in zip(*map(jax.tree.leaves, (restored, params, shard
     assert leaf.sharding == sharding, (leaf.sharding, sharding)
     np.testing.assert_array_equal(leaf, wanted)
 assert restored["embed"]["tokens"].addressable_shards[0].data.shape == (4, 8)
+
+coded = saved_coded(folder.with_name("coded"), "int4:g16")
+across = NamedSharding(mesh, P("data", None, "tensor"))
+shardings = jax.tree.map(lambda s: NamedSharding(mesh, P()) if len(s.shape) < 3 else across, WIDE, is_leaf=is_spec)
+policy = Policy.parse("weights=int4:g16,embedding=f32")
+o = store.restore(folder.with_name("coded"), WIDE, policy=policy, shardings=shardings)["layers"][0]["attn"]["o"]
+jax.tree.map(np.testing.assert_array_equal, o, coded["layers"][0]["attn"]["o"])
+assert o.values.addressable_shards[0].data.shape == (4, 2, 4)
+assert o.scale.addressable_shards[0].data.shape == (4, 2, 2)  # 2 scales do not divide among 4
 print("restored on 8 devices")
 """
 
