@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxinfer.arrays.formats import Format
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.arrays.quantized import Quantized
 from jaxinfer.arrays.rounding import quantize
@@ -72,23 +73,14 @@ def load_params(
     make_leaf = finish or _to_device(specs, policy, shardings)
 
     def make(path: str) -> tuple[Any, list[Fault]]:
-        spec, recipe = leaves[path], recipes[path]
-        fmt = policy.format_of(path, spec)
-        held = None if finish or fmt.is_plain else hold(source, recipe, spec)
-        if held is not None and held.format == fmt:
-            coded = [source.read_coded(name) for name in recipe.names]
-            bad = [(n, fault) for n, w in zip(recipe.names, coded, strict=True) if (fault := find_fault(w))]
-            whole = place(coded, recipe, spec)
-            return (make_leaf(path, whole), []) if whole is not None and not bad else (None, bad)
-        dtype = fmt.dtype if fmt.is_plain and not finish else np.float32
-        arrays = [source.read(name, dtype) for name in recipe.names]
-        bad = [(n, "NaN or infinity") for n, a in zip(recipe.names, arrays, strict=True) if not all_finite(a)]
-        if bad:
+        fmt = None if finish else policy.format_of(path, leaves[path])
+        array, bad = _read_leaf(source, recipes[path], leaves[path], fmt)
+        if array is None:
             return None, bad
         try:
-            return make_leaf(path, recipe.transform(*arrays)), []
+            return make_leaf(path, array), []
         except OverflowError as error:
-            return None, [(name, str(error)) for name in recipe.names]
+            return None, [(name, str(error)) for name in recipes[path].names]
 
     sizes = {path: sum(source.tensors[name].num_bytes for name in recipes[path].names) for path in leaves}
     made = _make_all(make, sizes, progress)
@@ -96,6 +88,24 @@ def load_params(
     if bad:
         raise NonFiniteTensorsError(source.path, bad)
     return jax.tree.unflatten(jax.tree.structure(specs, is_leaf=is_spec), [made[path][0] for path in leaves])
+
+
+def _read_leaf(
+    source: TensorSource, recipe: Recipe, spec: ParamSpec, fmt: Format | None
+) -> tuple[np.ndarray | Quantized | None, list[Fault]]:
+    """Returns a leaf as its recipe makes it, in codes where they are of ``fmt``; or None, and what is not finite."""
+    if fmt is not None and not fmt.is_plain:
+        held = hold(source, recipe, spec)
+        if held is not None and held.format == fmt:
+            coded = [source.read_coded(name) for name in recipe.names]
+            faults = [
+                (n, fault) for n, w in zip(recipe.names, coded, strict=True) if (fault := find_fault(w))
+            ]
+            return None if faults else place(coded, recipe, spec), faults
+    dtype = fmt.dtype if fmt is not None and fmt.is_plain else np.float32
+    arrays = [source.read(name, dtype) for name in recipe.names]
+    faults = [(n, "NaN or infinity") for n, a in zip(recipe.names, arrays, strict=True) if not all_finite(a)]
+    return None if faults else recipe.transform(*arrays), faults
 
 
 def check_names(source: TensorSource, recipes: Mapping[str, Recipe], ignorable: Iterable[str] = ()) -> None:
