@@ -9,9 +9,11 @@ from pathlib import Path
 
 import jax
 
+from jaxinfer.arrays.account import tell_fitted, tell_weights
 from jaxinfer.arrays.backend import backend
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.arrays.quantized import is_quantized
+from jaxinfer.arrays.specs import flatten_specs
 from jaxinfer.config import ModelConfig
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.host_pages import HostPages
@@ -19,7 +21,7 @@ from jaxinfer.engine.runner import Buckets, DeviceRunner
 from jaxinfer.hardware import describe_device, has_native_bfloat16, host_memory_bytes
 from jaxinfer.kernels.attention.api import choose_attention
 from jaxinfer.model.cache import copy_widths, init_cache, page_bytes
-from jaxinfer.model.decoder import Static, stack_layers, stack_sizes, stacked_shapes
+from jaxinfer.model.decoder import Static, param_specs, stack_layers, stack_sizes, stacked_shapes
 from jaxinfer.run_config import RunConfig
 from jaxinfer.schedule.limits import PreemptionMode, SchedulerConfig
 from jaxinfer.schedule.pages import PagePool
@@ -53,6 +55,14 @@ def choose_policy(text: str, converted: str | None = None) -> tuple[Policy, str]
     if converted is not None:
         return Policy.parse(converted, base), "auto: what the checkpoint was converted with"
     return Policy.parse(base), why
+
+
+def warn_of_widening(policy: Policy) -> list[str]:
+    """Returns a line where a policy saves bytes but no time: XLA's CPU backend widens codes at every step."""
+    if jax.default_backend() != "cpu" or policy.weights.is_plain or policy.act != "compute":
+        return []
+    words = ", act=int8 multiplies them as they lie" if policy.weights.is_integer else ""
+    return [f"a CPU widens {policy.weights} weights to {policy.compute} at every step{words}"]
 
 
 # A chunk of 32 tokens beside 8 decode rows takes 2 to 3 times as long as the rows alone on two cores.
@@ -246,8 +256,11 @@ def build_engine(config: RunConfig, model: Model | None = None, say: Say = lambd
     cfg = model.cfg
     policy, reason = choose_policy(config.policy, model.policy)
     say(f"model {model.name}: {cfg.family}, {cfg.num_layers} layers; policy {policy} ({reason})")
+    specs = param_specs(cfg)
+    policy.check_model([path for path, _ in flatten_specs(specs)], cfg.tied)
+    fitted = tell_fitted(specs, policy)
     policy, notes = model.settle(policy)
-    for note in notes:
+    for note in (*fitted, *notes, tell_weights(specs, policy), *warn_of_widening(policy)):
         say(note)
     num_pages, max_len = plan_memory(config, cfg, policy, say)
     buckets = choose_buckets(config, max_len)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxinfer.arrays.precision import Policy
 from jaxinfer.build import (
     AUTO_KV_BYTES,
     RunConfig,
@@ -17,6 +18,7 @@ from jaxinfer.build import (
     kv_pages,
     mixed_tokens,
     plan_memory,
+    warn_of_widening,
 )
 from jaxinfer.config import AttentionConfig, LayerKind, MlpConfig, ModelConfig, RopeConfig
 
@@ -126,6 +128,16 @@ def test_policies_are_chosen_or_parsed():
     policy, reason = choose_policy("auto")
     assert str(policy) in ("bfloat16", "float32")
     assert reason.startswith("auto: this processor")
+
+
+def test_the_start_warns_of_codes_that_a_cpu_widens():
+    (line,) = warn_of_widening(Policy.parse("w8a16,compute=bf16"))
+    assert line == "a CPU widens int8 weights to bfloat16 at every step, act=int8 multiplies them as they lie"
+    assert warn_of_widening(Policy.parse("weights=mxfp4")) == [
+        "a CPU widens mxfp4 weights to float32 at every step"
+    ]
+    assert not warn_of_widening(Policy.parse("w8a8"))
+    assert not warn_of_widening(Policy.parse("bf16,kv8"))
 
 
 SETTINGS = st.fixed_dictionaries(
