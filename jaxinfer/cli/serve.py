@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 from collections.abc import Sequence
@@ -109,8 +108,6 @@ def _serve(settings: Settings, config: ServerConfig) -> None:
         engine = build_engine(read_run_config({**settings.run, "model": name}), model, say)
         sampling = {**dict(model.defaults.sampling), **settings.sampling}
         service = Service(AsyncEngine(engine), config, tuple(sampling.items()), model.cfg.family)
-        gc.collect()
-        gc.freeze()  # what start-up made stays: a full collection would walk all of it, and hold the streams meanwhile
         line = f"serving {config.model_names[0]} at {url_of(taken)}"
         serve(service, taken, lambda: print(line, flush=True))
 

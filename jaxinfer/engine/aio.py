@@ -195,9 +195,12 @@ class AsyncEngine:
         self._tell(list(self._waiters))
 
     def _tell(self, handles: Iterable[Handle]) -> None:
-        """Wakes the streams of some handles, with one call for each event loop."""
+        """Wakes the streams of some handles, with one call for each event loop.
+
+        First tokens go first: what is sent for 15 others takes a millisecond, which nobody notices between tokens.
+        """
         news: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
-        for handle in handles:
+        for handle in sorted(handles, key=lambda one: len(one.choices[0].times) > 1):
             loop, event = self._waiters.get(handle, (None, None))
             if loop is not None and event is not None:
                 news.setdefault(loop, []).append(event)

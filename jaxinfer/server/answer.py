@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractContextManager, aclosing
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import Request
 from starlette.responses import Response
 
 from jaxinfer.engine.outputs import Delta, RequestOutput
 from jaxinfer.schedule.sampling_params import SamplingParams
-from jaxinfer.server.errors import ApiError, dumps, json_response
-from jaxinfer.server.protocol import RequestFields
+from jaxinfer.server.errors import ApiError, dumps, json_response, renamed
+from jaxinfer.server.protocol import ChatRequest, CompletionRequest
 from jaxinfer.server.service import Service, names_of, usage_of
 from jaxinfer.server.work import DONE, EventStream, Job, check_ends, generate_all, merge, or_leave
 
@@ -29,11 +29,12 @@ class Answer(ABC):
 
     kind: str
     objects: tuple[str, str]  # of a whole answer, and of a piece of a stream
+    renames: ClassVar[Mapping[str, str]] = {}  # see `renamed`
 
     def __init__(
         self,
         service: Service,
-        body: RequestFields,
+        body: CompletionRequest | ChatRequest,
         request: Request,
         ids: list[list[int]],
         params: SamplingParams,
@@ -41,6 +42,7 @@ class Answer(ABC):
         self.service, self.request, self.fields = service, request, body
         self.ids, self.params = ids, params
         self.model = service.check_model(body.model)
+        self.n = 1 if body.n is None else body.n
         self.created = int(time.time())
         self.prompt_tokens = sum(map(len, ids))
         self.completion_tokens = 0
@@ -60,69 +62,68 @@ class Answer(ABC):
         return False
 
     async def respond(self) -> Response:
-        """Runs the request and returns the answer, or the stream once its first event is there.
+        """Runs the request and returns the answer, or the stream that runs it.
 
         Raises:
-          ApiError: what was refused, or went wrong before anything was sent.
+          ApiError: what was refused, or went wrong; a stream raises it before it sends anything.
         """
         if not self.fields.stream:
             if self.fields.stream_options is not None:
                 raise ApiError(400, "stream_options: needs stream to be true", param="stream_options")
             return json_response(await or_leave(self.request.receive, self._whole()))
-        events = self._events()
-        first = await or_leave(self.request.receive, anext(events))
-        return EventStream(first, events)
+        return EventStream(self._events())
 
     async def _whole(self) -> dict[str, Any]:
-        with self._named() as name:
+        with renamed(**self.renames), self._named() as name:
             outputs = await generate_all(self.service.async_engine, self._jobs(name))
             choices = self.choices(outputs)
         self._count(outputs)
         return self._head(name, self.objects[0]) | {"choices": choices, "usage": self._usage()}
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
-        """Yields the events of a stream; an error after the first is an event too."""
+        """Yields the events of a stream, those that are there at once together; an error after the first is one too."""
         options = self.fields.stream_options
         running = bool(options and options.continuous_usage_stats)
         usage = bool(options and options.include_usage)
-        with self._named() as name:
+        with renamed(**self.renames), self._named() as name:
             head = self._head(name, self.objects[1])
-            started = False
+            started, ready, left = False, b"", len(self.ids) * self.n
             try:
-                async with aclosing(self._pieces(name)) as pieces:
-                    async for piece in pieces:
-                        chunk = head | {"choices": [piece]}
-                        if running or usage:
-                            chunk["usage"] = self._usage() if running else None
-                        yield _event(chunk)
-                        started = True
+                async with aclosing(self._pieces(name)) as batches:
+                    async for pieces in batches:
+                        for piece in pieces:
+                            chunk = head | {"choices": [piece]}
+                            if running or usage:
+                                chunk["usage"] = self._usage() if running else None
+                            ready += _event(chunk)
+                            left -= piece["finish_reason"] is not None
+                        if ready and left:  # the last choice's end goes with the stream's
+                            yield ready
+                            started, ready = True, b""
             except ApiError as error:
                 if not started:
                     raise
-                yield _event(error.body)
-                yield DONE
+                yield ready + _event(error.body) + DONE
                 return
             finally:
                 self._usage()  # for the log, also of a stream whose reader left
             if usage:
-                yield _event(head | {"choices": [], "usage": self._usage()})
-            yield DONE
+                ready += _event(head | {"choices": [], "usage": self._usage()})
+            yield ready + DONE
 
-    async def _pieces(self, name: str) -> AsyncGenerator[dict[str, Any], None]:
+    async def _pieces(self, name: str) -> AsyncGenerator[list[dict[str, Any]], None]:
         engine, jobs = self.service.async_engine, self._jobs(name)
         if self.is_whole:
             outputs = await generate_all(engine, jobs)
             self._count(outputs)
-            for piece in self.choices(outputs):
-                yield piece
+            yield self.choices(outputs)
             return
         async with aclosing(merge(engine, jobs)) as deltas:
             async for job, delta in deltas:
                 self.completion_tokens += len(delta.token_ids)
                 self._cached[job] = max(self._cached.get(job, 0), delta.num_cached_tokens)
                 check_ends([(delta.finish_reason, delta.error)], self.completion_tokens > 0)
-                for piece in self.pieces(job, delta):
-                    yield piece
+                yield self.pieces(job, delta)
 
     def _named(self) -> AbstractContextManager[str]:
         return self.service.named(self.kind, self.request, self.fields.request_id, len(self.ids))

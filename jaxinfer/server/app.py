@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from jaxinfer.server import chat, completions, docs, others
+from jaxinfer.server.direct import Direct
 from jaxinfer.server.errors import install
 from jaxinfer.server.gate import Gate
 from jaxinfer.server.live import make_live_router
@@ -67,6 +68,7 @@ def make_app(service: Service) -> FastAPI:
         app.include_router(room.router)
     app.include_router(make_live_router(service.engine))
     install(app)
+    app.add_middleware(Direct)
     app.add_middleware(Gate, service=service)
     if service.config.cors_origins:
         app.add_middleware(

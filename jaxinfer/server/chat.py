@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -36,8 +36,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         params = params.replace(skip_special_tokens=False)
     ids = await service.encode_chat(body, body.tools if tools else None)
     service.check_choices(params.n, "n")
-    with renamed(prompt="messages"):
-        return await Chat(service, body, request, ids, params, tools).respond()
+    return await Chat(service, body, request, ids, params, tools).respond()
 
 
 @dataclass(frozen=True)
@@ -90,6 +89,7 @@ class Chat(Answer):
 
     kind = "chatcmpl"
     objects = ("chat.completion", "chat.completion.chunk")
+    renames: ClassVar = {"prompt": "messages"}
 
     def __init__(
         self,

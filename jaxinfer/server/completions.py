@@ -70,7 +70,6 @@ class Completion(Answer):
     ):
         super().__init__(service, body, request, ids, params)
         self.body = body
-        self.n = 1 if body.n is None else body.n
         self._is_silent = body.max_tokens == 0
         self._offsets: dict[int, TextOffsets] = {}
         self._begun: set[int] = set()

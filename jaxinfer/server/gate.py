@@ -119,9 +119,10 @@ class _Limited:
         self._receive, self._limit, self._left = receive, limit, limit
 
     async def __call__(self) -> Message:
-        message = await self._receive()
-        self._left -= len(message.get("body", b""))
-        if self._left < 0:
-            # FastAPI's own kind, which alone passes through its reading of the body.
-            raise HTTPException(413, f"the body is longer than {self._limit} bytes")
-        return message
+        if self._left >= 0:
+            message = await self._receive()
+            self._left -= len(message.get("body", b""))
+            if self._left >= 0:
+                return message
+        # FastAPI's own kind, which alone passes through its reading of the body; said to whoever asks again, too.
+        raise HTTPException(413, f"the body is longer than {self._limit} bytes")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -117,6 +118,9 @@ def serve(service: Service, taken: socket.socket, on_ready: Callable[[], None] =
       service: what is served; its engine is closed at the end. taken: from `bind`. on_ready: see `Server`.
     """
     try:
-        Server(service, on_ready).run(sockets=[taken])
+        server = Server(service, on_ready)
+        gc.collect()
+        gc.freeze()  # what start-up made stays: a full collection would walk all of it, and hold the streams for 0.1 s
+        server.run(sockets=[taken])
     finally:
         service.async_engine.close()

@@ -200,29 +200,35 @@ class EventStream(Response):
     """Server-sent events, which end when the client goes away, even while it is sent nothing.
 
     Args:
-      first: the bytes of the first event. events: of the others; closed at the end, however it comes.
+      events: bytes of events, as many together as go out together, `DONE` at the very end; closed however it ends.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]):
+    def __init__(self, events: AsyncGenerator[bytes, None]):
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._first, self._events = first, events
+        self._events = events
+        self._has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events."""
+        """Sends the events.
+
+        Raises:
+          ApiError: what went wrong before the first, of which nothing was sent.
+        """
         try:
             await or_leave(receive, self._send(send))
         except ApiError as error:
-            if error.status != CLIENT_GONE:
+            if error.status != CLIENT_GONE or not self._has_begun:
                 raise
         finally:
             await self._events.aclose()
 
     async def _send(self, send: Callable[[Message], Awaitable[None]]) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self._first, "more_body": True})
-        async for event in self._events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+        async for events in self._events:
+            if not self._has_begun:
+                self._has_begun = True
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            # The end goes out with the last event: each send is a call of the system, 30 microseconds.
+            await send({"type": "http.response.body", "body": events, "more_body": not events.endswith(DONE)})

@@ -161,3 +161,25 @@ def test_a_request_that_is_queued_as_the_door_closes_is_refused():
     asyncio.run(main())
     engine.run_until_done()
     assert engine.metrics.finished == {"abort": 1}
+
+
+def test_who_waits_for_a_first_token_is_woken_first():
+    engine, _ = make_engine(b"a")
+    woken: list[str] = []
+
+    class Loop:
+        def call_soon_threadsafe(self, call, events):
+            call(events)
+
+    class Event:
+        def __init__(self, name: str):
+            self.set = lambda: woken.append(name)
+
+    with AsyncEngine(engine) as door:
+        handles = [engine.prepare("p", PARAMS, request_id=name) for name in "abcd"]
+        for handle, times in zip(handles, ([1.0, 2.0], [2.0], [0.0, 1.0, 2.0], [2.0]), strict=True):
+            handle.choices[0].times = times
+            door._waiters[handle] = Loop(), Event(handle.request_id)  # pyright: ignore
+        door._tell(handles)
+        door._waiters.clear()
+    assert woken == ["b", "d", "a", "c"]
