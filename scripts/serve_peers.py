@@ -6,7 +6,9 @@ python scripts/serve_peers.py          # the last: answers in 20 ms a step, to m
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
+import random
 import re
 import socket
 import subprocess
@@ -20,6 +22,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from jaxinfer.bench.load import MakeTokens, Shot
+from jaxinfer.bench.results import Client, Result
+from jaxinfer.cli.settings import RUN_SECTIONS
 from jaxinfer.engine.aio import AsyncEngine
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.protocol import StepResult
@@ -64,6 +69,31 @@ class PacedRunner(InstantRunner):
         return AsyncLLM.from_engine(PacedRunner.make_engine())
 
 
+class Pausing:
+    """Clients that think between two requests, so that these come at any moment of a step.
+
+    Without it a closed loop is locked to the engine's steps: every request leaves when a step has ended, within a
+    millisecond of the moment at which the next is planned, and who just misses that waits for a whole step. The mean
+    then tells how many won the race, not what is added to each.
+
+    Args:
+      client: sends. steps: the most seconds to think, in steps. seed: of the pauses.
+    """
+
+    def __init__(self, client: Client, steps: float, seed: int):
+        self._client, self._most, self._random = client, steps * STEP_SECONDS, random.Random(seed)
+
+    @property
+    def make_tokens(self) -> MakeTokens:
+        """The client's."""
+        return self._client.make_tokens
+
+    async def send(self, shot: Shot, result: Result) -> None:
+        """Sends one request after a pause, which does not count."""
+        await asyncio.sleep(self._random.uniform(0, self._most))
+        await self._client.send(shot, result)
+
+
 @contextmanager
 def serve_paced() -> Generator[str, None, None]:
     """Runs this file as a process and yields its URL."""
@@ -76,10 +106,14 @@ def serve_ours(args: argparse.Namespace, shapes: dict[str, Any]) -> Generator[st
     """Runs `jaxinfer serve` and yields its URL.
 
     Args:
-      args: ``model``. shapes: settings of the run that `bench_serve.py` takes for every case.
+      args: ``model``, and ``set``, which goes over the shapes.
+      shapes: settings of the run that `bench_serve.py` takes for every case.
+
+    Raises:
+      KeyError: a setting that `jaxinfer serve` has not.
     """
-    sections = {"max_model_len": "model", "draws": "run"}
-    settings = [f"{sections.get(name, 'schedule')}.{name}={_toml(value)}" for name, value in shapes.items()]
+    paths = {name: f"{section}.{key}" for section, keys in RUN_SECTIONS.items() for key, name in keys.items()}
+    settings = [f"{paths[name]}={_toml(value)}" for name, value in {**shapes, **dict(args.set)}.items()]
     command = [sys.executable, "-m", "jaxinfer", "serve", "--model", args.model, "--port", "0"]
     command += [word for setting in settings for word in ("--set", setting)]
     command += ["--set", "server.access_log=false"]

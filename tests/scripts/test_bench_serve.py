@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
+import itertools
 import json
 from pathlib import Path
 
 import pytest
 
+from jaxinfer.bench.load import Shot
+from jaxinfer.bench.results import Result
 from jaxinfer.llm import LLM
 from scripts import bench_serve, serve_bed, serve_cases, serve_peers
 from scripts.serve_cases import Finding, Outcome
@@ -100,3 +105,56 @@ def test_unknown_cases_are_named(capsys: pytest.CaptureFixture[str], text: str):
     with pytest.raises(SystemExit):
         bench_serve.main(["--cases", text])
     assert "must be of waste,prefix,stall,ferry,llama_server,host,http" in capsys.readouterr().err
+
+
+def test_settings_reach_our_server(args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch):
+    commands: list[list[str]] = []
+
+    @contextlib.contextmanager
+    def start(command: list[str], _: int):
+        commands.append(command)
+        yield
+
+    monkeypatch.setattr(serve_peers, "_process", start)
+    monkeypatch.setattr(serve_peers, "_read_url", lambda _: "http://x")
+    args.set = [("policy", "bfloat16"), ("max_model_len", 512)]
+    with serve_peers.serve_ours(
+        args, {"max_num_seqs": 16, "max_model_len": 2048, "draws": ("greedy",)}
+    ) as url:
+        assert url == "http://x"
+    given = {one for flag, one in itertools.pairwise(commands[0]) if flag == "--set"}
+    asked = {
+        "schedule.max_num_seqs=16",
+        "model.max_model_len=512",
+        "run.draws=['greedy']",
+        "model.policy=bfloat16",
+    }
+    assert given == asked | {"server.access_log=false"}
+
+
+def test_pauses_are_drawn_and_do_not_count():
+    class Sink:
+        make_tokens = staticmethod(lambda rng, count: [1] * count)
+
+        async def send(self, shot: Shot, result: Result) -> None:
+            result.sent = 1.0
+
+    async def main() -> list[float]:
+        asked: list[float] = []
+
+        async def sleep(seconds: float) -> None:
+            asked.append(seconds)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(serve_peers.asyncio, "sleep", sleep)
+            pausing = serve_peers.Pausing(Sink(), 2.0, seed=1)
+            for index in range(50):
+                result = Result(index)
+                await pausing.send(Shot(index, None, [1], 1), result)
+                assert result.sent == 1.0
+        return asked
+
+    asked = asyncio.run(main())
+    assert asked == asyncio.run(main())
+    assert 0 <= min(asked) < 0.01
+    assert 0.03 < max(asked) <= 0.04
