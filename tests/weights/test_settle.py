@@ -26,7 +26,7 @@ from jaxinfer.weights.errors import NonFiniteTensorsError
 from jaxinfer.weights.families import find_family, read_config
 from jaxinfer.weights.families.base import Recipe
 from jaxinfer.weights.load import fit_sharding, load_params
-from jaxinfer.weights.place import hold, place
+from jaxinfer.weights.place import find_fault, hold, place
 from jaxinfer.weights.settle import settle
 from jaxinfer.weights.source import TensorSource, open_source
 from tests.families.cases import load_case, write_checkpoint
@@ -248,7 +248,9 @@ def permute(w: np.ndarray, num_heads: int) -> np.ndarray:
     return w.reshape(num_heads, 2, w.shape[0] // num_heads // 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
 
 
-def write_llama_gguf(path: Path, name_of: Callable[[str], str], hidden: int = 64) -> TensorSource:
+def write_llama_gguf(
+    path: Path, name_of: Callable[[str], str], hidden: int = 64, experts: int = 0
+) -> TensorSource:
     """Writes a Llama of 2 layers as llama.cpp does; ``name_of`` says the block format of a tensor."""
     rng = np.random.default_rng(3)
     heads, kv_heads, ffn, vocab = 4, 2, 2 * hidden, 96
@@ -258,20 +260,29 @@ def write_llama_gguf(path: Path, name_of: Callable[[str], str], hidden: int = 64
     tensors: dict[str, Any] = {"token_embd.weight": rng.standard_normal((vocab, hidden), np.float32)}
     for i in range(2):
         for name, shape in shapes.items():
-            w = rng.standard_normal(shape, np.float32) / np.sqrt(np.float32(shape[1]))
+            mixed = experts and name in ("gate", "up", "down")
+            w = rng.standard_normal((experts, *shape) if mixed else shape, np.float32) / np.sqrt(
+                np.float32(shape[1])
+            )
             w = permute(w, heads if name == "q" else kv_heads) if name in "qk" else w
-            tensors[f"blk.{i}.{GGUF_NAMES[name]}.weight"] = w
+            tensors[f"blk.{i}.{GGUF_NAMES[name]}{'_exps' if mixed else ''}.weight"] = w
     for name, array in tensors.items():
         block_format = gguf.GGMLQuantizationType[name_of(name)]
         tensors[name] = (gguf.quantize(array, block_format), block_format)
     for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm", "blk.1.attn_norm", "blk.1.ffn_norm"):
         tensors[f"{name}.weight"] = 1 + rng.standard_normal(hidden, np.float32) / 10
+    if experts:
+        tensors |= {
+            f"blk.{i}.ffn_gate_inp.weight": np.eye(experts, hidden, dtype=np.float32) for i in range(2)
+        }
     metadata = {
         "llama.block_count": 2, "llama.context_length": 64,
         "llama.embedding_length": hidden, "llama.feed_forward_length": ffn, "llama.attention.head_count": heads,
         "llama.attention.head_count_kv": kv_heads, "llama.attention.layer_norm_rms_epsilon": 1e-5,
         "llama.vocab_size": vocab,
     }  # fmt: skip
+    if experts:
+        metadata |= {"llama.expert_count": experts, "llama.expert_used_count": 2}
     return open_source(write_gguf(path, tensors, metadata, architecture="llama"))
 
 
@@ -295,6 +306,16 @@ def test_gguf_blocks_kept_give_the_logits_of_the_expanded_ones(tmp_path: Path, n
     again, same, _ = load(source, f"weights={settled.weights},embedding={settled.weights},compute=float32")
     assert same == settled
     jax.tree.map(np.testing.assert_array_equal, again, kept)
+
+
+def test_experts_that_lie_in_one_tensor_are_kept(tmp_path: Path) -> None:
+    source = write_llama_gguf(tmp_path / "m.gguf", lambda tensor: "Q4_1", experts=4)
+    kept, settled, _ = load(source, f"{KEEP},compute=float32")
+    full, plain, _ = load(source, "float32")
+    for path, leaf in leaves_of(full).items():
+        np.testing.assert_array_equal(in_full(leaves_of(kept)[path]), leaf, err_msg=path)
+    assert kept["layers"][1]["moe"]["down"].values.shape == (4, 64, 64)
+    assert_near(logits_of(source, kept, settled), logits_of(source, full, plain), 1e-5)
 
 
 def test_a_policy_of_another_format_rounds_the_expanded_weight(tmp_path: Path) -> None:
@@ -388,6 +409,25 @@ def test_scales_that_are_not_finite_are_named(tmp_path: Path, value: float) -> N
     source, whole = blocks(tmp_path / "m.gguf", r5=value), Recipe(("w",), lambda w: w, lambda w: w)
     with pytest.raises(NonFiniteTensorsError, match="w: its scales hold NaN or infinity"):
         one(source, whole, ParamSpec((64, 64), (None, None)))
+
+
+@pytest.mark.parametrize(
+    ("fmt", "part", "value", "says"),
+    [
+        ("fp8_e4m3", "values", np.nan, "NaN or infinity"),
+        ("fp8_e5m2", "values", np.inf, "NaN or infinity"),
+        ("fp8_e4m3", "scale", np.inf, "its scales hold"),
+        ("int4:g32:zero", "offset", np.nan, "its offsets hold"),
+        ("nvfp4", "outer", np.nan, "its outers hold"),
+        ("mxfp4", "scale", 255, "its scales hold"),
+    ],
+)
+def test_what_is_not_finite_is_found_in_every_component(fmt: str, part: str, value: float, says: str) -> None:
+    w = np.random.default_rng(0).standard_normal((4, 64), np.float32)
+    coded = quantize(w, ParamSpec((4, 64), (None, None)), Format.parse(fmt))
+    assert find_fault(coded) == ""
+    getattr(coded, part)[1, 0] = value
+    assert says in find_fault(coded)
 
 
 def test_components_take_the_sharding_of_their_weight_where_it_divides_them() -> None:
