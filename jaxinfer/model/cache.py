@@ -1,7 +1,8 @@
 """The KV cache: pages of Z tokens, one pytree, written in place.
 
 Layout of a stack of l layers: ``k`` and ``v`` are ``[l, P, Z, K*H]`` (heads flat: XLA's CPU backend copies a pool with
-an axis of one head into another order at every step), numbers as `arrays.pages` lays them. A row of a batch owns a list
+an axis of one head into another order at every step), numbers as `arrays.pages` lays them, and where those are codes,
+``k_scale`` and ``v_scale`` beside them. A row of a batch owns a list
 of page ids; token ``i`` of the row lies in page ``pages[i // Z]`` at offset ``i % Z``. Only this module and the
 attention kernels know the layout, so that other page formats change nothing else.
 """
@@ -15,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxinfer.arrays.pages import encode, stored_dtype
+from jaxinfer.arrays.formats import Format
+from jaxinfer.arrays.pages import encode, scale_dtype, stored_dtype, token_widths
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.config import ModelConfig
 
@@ -25,14 +27,17 @@ class Pages:
     """KV pages of one stack of l layers.
 
     Attributes:
-      k: ``[l, P, Z, K*H]`` keys, rotated (an array, or its description before there is one).
+      k: ``[l, P, Z, K*H]`` keys, rotated (an array, or its description before there is one); half as long in 4 bits.
       v: ``[l, P, Z, K*H]`` values.
-      dtype: of the numbers, however they are stored.
+      k_scale, v_scale: ``[l, P, Z, K*groups]``, None where the format is plain.
+      format: of the numbers.
     """
 
     k: Any
     v: Any
-    dtype: jnp.dtype = struct.field(pytree_node=False)
+    k_scale: Any
+    v_scale: Any
+    format: Format = struct.field(pytree_node=False)
 
     @property
     def num_pages(self) -> int:
@@ -60,12 +65,15 @@ def cache_shapes(
       num_pages: P, pages that every layer has.
       page_size: Z, tokens a page.
     """
-    a = cfg.attention
+    fmt, dtypes = policy.kv, _stored_dtypes(policy.kv)
+    widths = token_widths(fmt, cfg.attention.num_kv_heads, cfg.attention.head_dim)
 
     def pages(size: int) -> Pages:
-        shape = (size, num_pages, page_size, a.num_kv_heads * a.head_dim)
-        stored = jax.ShapeDtypeStruct(shape, stored_dtype(policy.kv_dtype))
-        return Pages(stored, stored, policy.kv_dtype)
+        values, scales = (
+            jax.ShapeDtypeStruct((size, num_pages, page_size, width), dtype) if width else None
+            for width, dtype in zip(widths, dtypes, strict=True)
+        )
+        return Pages(values, values, scales, scales, fmt)
 
     return tuple(pages(size) for size in stacks)
 
@@ -79,9 +87,17 @@ def init_cache(
 
 
 def page_bytes(cfg: ModelConfig, policy: Policy, page_size: int) -> int:
-    """Returns the bytes that one page takes over all layers: ``2 L Z K H`` numbers."""
-    a = cfg.attention
-    return 2 * cfg.num_layers * page_size * a.num_kv_heads * a.head_dim * policy.kv_dtype.itemsize
+    """Returns the bytes that one page takes over all layers: ``2 L Z K H`` numbers and their scales."""
+    widths = token_widths(policy.kv, cfg.attention.num_kv_heads, cfg.attention.head_dim)
+    token = sum(
+        width * dtype.itemsize for width, dtype in zip(widths, _stored_dtypes(policy.kv), strict=True)
+    )
+    return 2 * cfg.num_layers * page_size * token
+
+
+def _stored_dtypes(fmt: Format) -> tuple[jnp.dtype, jnp.dtype]:
+    """Returns the dtypes of the arrays of values and of scales."""
+    return stored_dtype(fmt.dtype), stored_dtype(scale_dtype(fmt))
 
 
 def token_slots(
@@ -128,12 +144,18 @@ def write_pages(cache: Pages, layer: jax.Array | int, slots: jax.Array, k: jax.A
     spare = max(0, 2 - len(rows))
     rows = jnp.pad(rows, (0, spare), constant_values=total)
 
-    def write(pool: jax.Array, new: jax.Array) -> jax.Array:
+    def write(pool: jax.Array | None, new: jax.Array | None) -> jax.Array | None:
+        if pool is None or new is None:
+            return None
         flat = pool.reshape(total, -1)
-        new = encode(jnp.pad(new.reshape(len(slots), -1), ((0, spare), (0, 0))), cache.dtype)
         return flat.at[rows].set(new, mode="drop").reshape(pool.shape)
 
-    return Pages(write(cache.k, k), write(cache.v, v), cache.dtype)
+    new = [encode(jnp.pad(each, ((0, spare), (0, 0), (0, 0))), cache.format) for each in (k, v)]
+    (k_new, k_scale), (v_new, v_scale) = new
+    return Pages(
+        write(cache.k, k_new), write(cache.v, v_new),
+        write(cache.k_scale, k_scale), write(cache.v_scale, v_scale), cache.format,
+    )  # fmt: skip
 
 
 def copy_widths(cache: KVCache) -> tuple[tuple[int, jnp.dtype], ...]:

@@ -6,7 +6,7 @@ runs a block ``[B, T]`` at a time. Layers are a tuple of stacks, each scanned ov
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -20,6 +20,7 @@ from jaxinfer.arrays.formats import Format
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.arrays.quant import linear, take_rows
 from jaxinfer.arrays.quantized import abstract
+from jaxinfer.arrays.sharding import num_shards, shard_index, sum_shards
 from jaxinfer.arrays.specs import ParamSpec, flatten_specs, is_spec, path_name
 from jaxinfer.config import LayerKind, ModelConfig
 from jaxinfer.kernels.attention.api import paged_attention
@@ -158,7 +159,9 @@ def _layer_formats(cfg: ModelConfig, policy: Policy, layer: int) -> tuple[Format
     return tuple(policy.format_of(f"layers.{layer}.{path}", spec) for path, spec in flatten_specs(specs))
 
 
-def stack_layers(params: dict[str, Any], sizes: Sequence[int]) -> dict[str, Any]:
+def stack_layers(
+    params: dict[str, Any], sizes: Sequence[int], stack: Callable[[Any], Any] | None = None
+) -> dict[str, Any]:
     """Returns the parameters with ``layers`` gathered into ``stacks``, each leaf with a leading layer axis.
 
     A layer that stands alone (unrolled, the CPU's form) has its q, k and v joined into one matrix: three small products
@@ -167,32 +170,42 @@ def stack_layers(params: dict[str, Any], sizes: Sequence[int]) -> dict[str, Any]
     Args:
       params: tree of `param_specs`; consumed (its layers are released as they are stacked).
       sizes: layers in each stack, from `stack_sizes`.
+      stack: makes a stack of layers, `stack_group` when None.
     """
     layers = list(params.pop("layers"))
     stacks = []
     for size in sizes:
         group, layers = layers[:size], layers[size:]
-        stacks.append(_stack(group))
+        stacks.append((stack or stack_group)(group))
     return {**params, "stacks": tuple(stacks)}
 
 
-def stacked_shapes(cfg: ModelConfig, policy: Policy, sizes: Sequence[int]) -> dict[str, Any]:
+def stacked_shapes(
+    cfg: ModelConfig,
+    policy: Policy,
+    sizes: Sequence[int],
+    fill: Callable[[ParamSpec, Any], Any] = lambda spec, leaf: leaf,
+) -> dict[str, Any]:
     """Returns what `stack_layers` makes of a model's parameters, as abstract arrays.
 
     Args:
       cfg: the model. policy: names the format of each role. sizes: layers in each stack, from `stack_sizes`.
+      fill: makes leaves the sizes that they have over a mesh (`Layout.fill`).
     """
+
+    def describe(spec: ParamSpec, fmt: Format) -> Any:
+        return fill(spec, abstract(spec, fmt))
 
     def shapes(specs: Any) -> Any:
         return jax.tree_util.tree_map_with_path(
-            lambda path, spec: abstract(spec, policy.format_of(path_name(path), spec)), specs, is_leaf=is_spec
+            lambda path, spec: describe(spec, policy.format_of(path_name(path), spec)), specs, is_leaf=is_spec
         )
 
     @cache
     def stack(moe: bool, size: int, formats: tuple[Format, ...]) -> Any:
         leaves, tree = jax.tree.flatten(layer_specs(cfg, LayerKind(moe=moe)), is_leaf=is_spec)
-        layer = tree.unflatten(map(abstract, leaves, formats))
-        return jax.eval_shape(_stack, [layer] * size)
+        layer = tree.unflatten(map(describe, leaves, formats))
+        return jax.eval_shape(stack_group, [layer] * size)
 
     specs = param_specs(cfg)
     del specs["layers"]
@@ -204,7 +217,7 @@ def stacked_shapes(cfg: ModelConfig, policy: Policy, sizes: Sequence[int]) -> di
     return {**shapes(specs), "stacks": stacks}
 
 
-def _stack(group: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def stack_group(group: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Returns layers as one stack; a layer alone has q, k, v of one format as ``qkv [N+2K, H, D]``.
 
     ``o`` lies as ``[D, N*H]``: its heads apart are other tiles, and a TPU v5p copied it at every layer to multiply it.
@@ -228,12 +241,21 @@ def _join_inputs(w: Any) -> Any:
 def embed(params: dict[str, Any], static: Static, tokens: jax.Array, positions: jax.Array) -> jax.Array:
     """Returns the stream ``[M, D]`` of token ids ``[M]`` at ``positions [M]``, in the compute format."""
     cfg, dtype = static.cfg, static.policy.compute_dtype
-    x = take_rows(params["embed"]["tokens"], tokens, dtype)
+    x = _look_up(params["embed"]["tokens"], tokens, dtype)
     if cfg.embed_scale != 1.0:
         x = x * jnp.asarray(cfg.embed_scale, dtype)
     if cfg.learned_positions:
         x = x + take_rows(params["embed"]["positions"], positions, dtype)
     return x
+
+
+def _look_up(table: Any, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Returns the rows of tokens; each is on the device that has its share of the vocabulary."""
+    if num_shards("vocab") == 1:
+        return take_rows(table, tokens, dtype)
+    tokens = tokens - shard_index("vocab") * table.shape[0]
+    mine = (tokens >= 0) & (tokens < table.shape[0])
+    return sum_shards(jnp.where(mine[:, None], take_rows(table, tokens, dtype), 0), "vocab")
 
 
 def unembed(params: dict[str, Any], static: Static, x: jax.Array) -> jax.Array:
@@ -345,7 +367,7 @@ def _layer(
     if angles is not None:
         q, k = apply_rope(q, *angles), apply_rope(k, *angles)
     pages = write_pages(pages, index, slots, k, v)
-    kv = PagedKV(pages.k, pages.v, index, pages.dtype)
+    kv = PagedKV(pages.k, pages.v, pages.k_scale, pages.v_scale, index, pages.format)
     heads = []
     done = 0
     for block in blocks:

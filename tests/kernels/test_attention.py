@@ -1,11 +1,14 @@
 """Every implementation of paged attention equals the oracle, and the oracle equals attention written out."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.arrays.pages import encode
+from jaxinfer.arrays.formats import Format
+from jaxinfer.arrays.pages import decode, encode
 from jaxinfer.kernels.attention.api import IMPLEMENTATIONS, choose_attention, paged_attention
 from jaxinfer.kernels.attention.cases import CASES, Case, make_inputs
 from jaxinfer.kernels.attention.paged import PagedKV
@@ -13,20 +16,28 @@ from jaxinfer.kernels.attention.paged import PagedKV
 # Compiled whole: op by op, each small operation would compile for itself.
 ATTEND = jax.jit(paged_attention, static_argnums=0, static_argnames=("scale", "window", "softcap"))
 FAST = sorted(set(IMPLEMENTATIONS) - {"reference"})
+CODED = ["int8", "fp8_e4m3", "fp8_e5m2", "int4:g16", "int4:g64", "mxfp4", "nvfp4"]
+ENCODE, DECODE = jax.jit(encode, static_argnums=1), jax.jit(decode, static_argnums=(2, 3, 4))
+# All cases of a format in one program, little optimised: that takes a tenth of the time of compiling each for itself.
+FEW_PASSES = {"xla_backend_optimization_level": 0}
 
 
-def run(name: str, case: Case, arrays: dict[str, np.ndarray]) -> np.ndarray:
-    """Runs an implementation over layer 1 of a stack of 2 whose layer 0 is zeros."""
-    stacked = {x: np.stack([np.zeros_like(arrays[x]), arrays[x]]) for x in "kv"}
-    dtype = jnp.dtype(arrays["k"].dtype)
-    k, v = (encode(jnp.asarray(stacked[x]), dtype) for x in "kv")
-    kv = PagedKV(k, v, 1, dtype)
-    rest = [jnp.asarray(arrays[x]) for x in ("pages", "start", "length")]
-    scale = case.heads[2] ** -0.5
-    out = ATTEND(
-        name, jnp.asarray(arrays["q"]), kv, *rest, scale=scale, window=case.window, softcap=case.softcap
-    )
-    return np.asarray(out, np.float32)
+def run(name: str, case: Case, arrays: dict[str, np.ndarray], fmt: str | None = None) -> np.ndarray:
+    """Runs an implementation over layer 1 of a stack of 2 whose layer 0 is zeros, in pages of ``fmt``."""
+    fmt = Format.parse(fmt or arrays["k"].dtype.name)
+    return np.asarray(ATTEND(name, *operands(case, arrays, fmt), **options_of(case)), np.float32)
+
+
+def operands(case: Case, arrays: dict[str, np.ndarray], fmt: Format) -> tuple:
+    """Returns an implementation's arguments."""
+    stacked = [jnp.asarray(np.stack([np.zeros_like(arrays[x]), arrays[x]])) for x in "kv"]
+    (k, k_scale), (v, v_scale) = (ENCODE(x.reshape(*x.shape[:-1], *case.heads[1:]), fmt) for x in stacked)
+    kv = PagedKV(k, v, k_scale, v_scale, 1, fmt)
+    return jnp.asarray(arrays["q"]), kv, *(jnp.asarray(arrays[x]) for x in ("pages", "start", "length"))
+
+
+def options_of(case: Case) -> dict[str, Any]:
+    return {"scale": case.heads[2] ** -0.5, "window": case.window, "softcap": case.softcap}
 
 
 def written_out(case: Case, arrays: dict[str, np.ndarray], row: int, t: int) -> np.ndarray:
@@ -65,6 +76,40 @@ def test_implementation_equals_oracle(name: str, case: Case):
     got, want = run(name, case, arrays), run("reference", case, arrays)
     for row, length in enumerate(case.length):
         np.testing.assert_allclose(got[row, :length], want[row, :length], atol=2e-5)
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [("float32", 2e-5), ("bfloat16", 0.03)])
+@pytest.mark.parametrize("text", CODED)
+@pytest.mark.parametrize("name", sorted(IMPLEMENTATIONS))
+def test_coded_pages_give_attention_over_their_numbers(name: str, text: str, dtype: str, atol: float):
+    """Every case: the oracle reads the numbers that the codes stand for, so only attention's rounding is left."""
+    fmt = Format.parse(text)
+    cases = [case for case in CASES if name != "reference" or case.T == 1]
+    wanted, given = [], []
+    for case in cases:
+        arrays = {k: a.astype(dtype) if k in "qkv" else a for k, a in make_inputs(case, seed=1).items()}
+        args = operands(case, arrays, fmt)
+        given.append(args)
+        kv = args[1]
+        heads = case.heads[1:]
+        numbers = {
+            "k": DECODE(kv.k[1], kv.k_scale[1], fmt, *heads),
+            "v": DECODE(kv.v[1], kv.v_scale[1], fmt, *heads),
+        }
+        plain = {x: np.asarray(a).reshape(arrays[x].shape) for x, a in numbers.items()}
+        wanted.append(run("reference", case, arrays | plain | {"q": arrays["q"].astype(np.float32)}))
+
+    def attend(given: list[tuple]) -> list[jax.Array]:
+        return [
+            paged_attention(name, *args, **options_of(case)) for case, args in zip(cases, given, strict=True)
+        ]
+
+    for case, want, got in zip(
+        cases, wanted, jax.jit(attend, compiler_options=FEW_PASSES)(given), strict=True
+    ):
+        for row, length in enumerate(case.length):
+            found = np.asarray(got[row, :length], np.float32)
+            np.testing.assert_allclose(found, want[row, :length], atol=atol, err_msg=case.name)
 
 
 @pytest.mark.parametrize("name", sorted(IMPLEMENTATIONS))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
 from flax import struct
+
+from jaxinfer.arrays.formats import Format
 
 
 @struct.dataclass
@@ -13,13 +14,20 @@ class PagedKV:
     """Keys and values of one layer.
 
     Attributes:
-      k, v: ``[l, P, Z, K*H]`` pages of a stack of l layers, stored as `arrays.pages` does for ``dtype``. Lanes that are
-        not read may hold anything finite: a weight of 0 must give 0.
+      k, v: ``[l, P, Z, ..]`` pages of a stack of l layers, as `arrays.pages` lays a token's ``K*H`` numbers. Lanes that
+        are not read may hold any codes of finite numbers: a weight of 0 must give 0.
+      k_scale, v_scale: ``[l, P, Z, ..]`` their scales, None where the format is plain.
       layer: which of the l.
-      dtype: of the numbers.
+      format: of the numbers.
     """
 
     k: Any
     v: Any
+    k_scale: Any
+    v_scale: Any
     layer: Any
-    dtype: jnp.dtype = struct.field(pytree_node=False)
+    format: Format = struct.field(pytree_node=False)
+
+    def count_heads(self, head_dim: int) -> int:
+        """Returns K, kv heads of ``head_dim`` numbers that lie in pages."""
+        return self.k.shape[3] * self.k.dtype.itemsize * 8 // (self.format.bits * head_dim)

@@ -51,18 +51,21 @@ def paged_attention_reference(
       ``[B, T, N, H]`` in the dtype of ``q``.
     """
     B, T, N, H = q.shape
-    k, v = (decode(pool[kv.layer], kv.dtype) for pool in (kv.k, kv.v))
-    Z, K = k.shape[1], k.shape[2] // H
-    keys, values = (
-        jnp.take(a, pages, axis=0, mode="clip").reshape(B, -1, K, H).astype(jnp.float32) for a in (k, v)
-    )
+    P, Z = kv.k.shape[1:3]
+    K = kv.count_heads(H)
+
+    def read(*pools: jax.Array | None) -> jax.Array:
+        found = [None if a is None else jnp.take(a[kv.layer], pages, axis=0, mode="clip") for a in pools]
+        return decode(*found, kv.format, K, H).reshape(B, -1, K, H).astype(jnp.float32)
+
+    keys, values = read(kv.k, kv.k_scale), read(kv.v, kv.v_scale)
     grouped = q.reshape(B, T, K, N // K, H).astype(jnp.float32)
     scores = jnp.einsum("btkgh,bskh->bkgts", grouped, keys, precision="highest") * scale
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     position = start[:, None] + jnp.arange(T)
     index = jnp.arange(keys.shape[1])
-    live = (index < (start + length)[:, None]) & jnp.repeat((pages >= 0) & (pages < k.shape[0]), Z, axis=1)
+    live = (index < (start + length)[:, None]) & jnp.repeat((pages >= 0) & (pages < P), Z, axis=1)
     x_mask = visible(position[:, :, None], index, window) & live[:, None]
     x_mask = x_mask[:, None, None]
     scores = jnp.where(x_mask, scores, MASKED)
