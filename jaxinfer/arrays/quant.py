@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -14,14 +14,22 @@ from jaxinfer.arrays.backend import backend
 from jaxinfer.arrays.formats import Format
 from jaxinfer.arrays.precision import ACTS, Policy
 from jaxinfer.arrays.quantized import Quantized
+from jaxinfer.arrays.sharding import max_shards, sum_shards
 from jaxinfer.hardware import cpu_features
 
 _FLOAT32 = jnp.dtype(jnp.float32)
+# Kernels of higher floors, by the name that a policy chooses them by: ``(x [M, in], w [out, in], dtype) -> [M, out]``, or
+# None for a weight that they leave to XLA.
+MULTIPLIERS: dict[str, Callable[[jax.Array, Quantized, jnp.dtype], jax.Array | None]] = {}
 FEW_ROWS = 32  # on a CPU, up to here the weight is the better left operand
 
 
 def linear(
-    x: jax.Array, w: jax.Array | Quantized, policy: Policy, out_dtype: jnp.dtype | None = None
+    x: jax.Array,
+    w: jax.Array | Quantized,
+    policy: Policy,
+    out_dtype: jnp.dtype | None = None,
+    over: str | None = None,
 ) -> jax.Array:
     """Multiplies a stream of rows by a weight, in the policy's compute format.
 
@@ -33,20 +41,26 @@ def linear(
       w: ``[*out, *in]``, as it lies in memory.
       policy: names the compute format, and what rows are rounded to before they meet codes; sums are float32.
       out_dtype: of the result; the compute format when None.
+      over: the logical axis of the inputs where a mesh cuts it: then the shares' products are summed.
 
     Returns:
       ``[M, *out]`` in ``out_dtype``.
     """
     dtype = policy.compute_dtype
+    shared = () if over is None else (over,)
     out = dtype if out_dtype is None else out_dtype
     out_shape = w.shape[: w.ndim - x.ndim + 1]
     rows = x.reshape(len(x), -1)
     if isinstance(w, Quantized):
-        y = _multiply_codes(rows, _flatten(w, x.ndim - 1), policy)
-        return y.astype(out).reshape(len(x), *out_shape)
+        flat = _flatten(w, x.ndim - 1)
+        y = MULTIPLIERS[policy.matmul](rows, flat, out) if policy.matmul != "xla" else None
+        if y is None:
+            y = _multiply_codes(rows, flat, policy, shared)
+        return sum_shards(y.astype(out), *shared).reshape(len(x), *out_shape)
     # Two flat matrices: given several dimensions, XLA's CPU backend copies weights into another order first.
     flat = w.reshape(-1, rows.shape[1]).astype(dtype)
-    return _multiply_plain(rows.astype(dtype), flat, out).astype(out).reshape(len(x), *out_shape)
+    y = _multiply_plain(rows.astype(dtype), flat, out).astype(out)
+    return sum_shards(y, *shared).reshape(len(x), *out_shape)
 
 
 def take_rows(w: jax.Array | Quantized, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -109,13 +123,13 @@ def _flatten(w: Quantized, num_in: int) -> Quantized:
     return jax.tree.map(lambda part: part.reshape(out, -1), w)
 
 
-def _multiply_codes(x: jax.Array, w: Quantized, policy: Policy) -> jax.Array:
-    """Returns ``x [M, in]`` times ``w [out, in]`` transposed, float32."""
+def _multiply_codes(x: jax.Array, w: Quantized, policy: Policy, over: tuple[str, ...]) -> jax.Array:
+    """Returns ``x [M, in]`` times ``w [out, in]`` transposed, float32; ``over`` cuts the inputs."""
     M, dtype = len(x), policy.compute_dtype
     if M == 1:  # a single row would fall onto a naive loop of XLA's CPU backend
         x = jnp.pad(x, ((0, 1), (0, 0)))
     codes = _halves(w)
-    x, row_scale = _round_for(x, w.format, policy)
+    x, row_scale = _round_for(x, w.format, policy, over)
     if x.dtype == jnp.int8:
         multiply = _multiply_integers if w.format.group is None else _multiply_groups
         y = multiply(_split(x, len(codes)), codes, w)
@@ -129,13 +143,16 @@ def _multiply_codes(x: jax.Array, w: Quantized, policy: Policy) -> jax.Array:
     return (y if row_scale is None else y * row_scale)[:M]
 
 
-def ragged_linear(x: jax.Array, w: jax.Array | Quantized, sizes: jax.Array, policy: Policy) -> jax.Array:
+def ragged_linear(
+    x: jax.Array, w: jax.Array | Quantized, sizes: jax.Array, policy: Policy, over: tuple[str, ...] = ()
+) -> jax.Array:
     """Multiplies runs of rows, each by the weight of its own expert.
 
     Args:
       x: ``[R, in]`` rows, those of the first expert first.
       w: ``[E, out, in]``. sizes: ``[E]`` rows of each expert, int32.
       policy: as in `linear`; rows and codes of 8 bits are multiplied in the compute format, which holds both exactly.
+      over: logical axes of the inputs where a mesh cuts them; the caller sums the shares' products.
 
     Returns:
       ``[R, out]`` float32.
@@ -152,7 +169,7 @@ def ragged_linear(x: jax.Array, w: jax.Array | Quantized, sizes: jax.Array, poli
     if not isinstance(w, Quantized):
         return multiply(x, w)
     codes = _halves(w)
-    x, row_scale = _round_for(x, w.format, policy)
+    x, row_scale = _round_for(x, w.format, policy, over)
     parts = zip(_split(x, len(codes)), codes, strict=True)
     if _scales_after(w):
         own = jnp.repeat(scales(w)[:, :, 0], sizes, axis=0, total_repeat_length=len(x))
@@ -171,12 +188,14 @@ def _scales_after(w: Quantized) -> bool:
     return w.format.group is None and w.offset is None
 
 
-def _round_for(x: jax.Array, fmt: Format, policy: Policy) -> tuple[jax.Array, jax.Array | None]:
+def _round_for(
+    x: jax.Array, fmt: Format, policy: Policy, over: tuple[str, ...]
+) -> tuple[jax.Array, jax.Array | None]:
     """Returns rows as the policy has them meet codes of a format, and their scales where they are codes too."""
     if policy.act == "int8" and fmt.kind in ACTS[policy.act]:
-        return round_rows(x, jnp.dtype(jnp.int8))
+        return round_rows(x, jnp.dtype(jnp.int8), over)
     if policy.act == "fp8_e4m3" and fmt.kind in ACTS[policy.act]:
-        return round_rows(x, jnp.dtype(jnp.float8_e4m3fn))
+        return round_rows(x, jnp.dtype(jnp.float8_e4m3fn), over)
     return x, None
 
 
@@ -185,16 +204,16 @@ def _split(x: jax.Array, num_parts: int) -> tuple[jax.Array, ...]:
     return (x,) if num_parts == 1 else (x[:, ::2], x[:, 1::2])
 
 
-def round_rows(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+def round_rows(x: jax.Array, dtype: jnp.dtype, over: tuple[str, ...] = ()) -> tuple[jax.Array, jax.Array]:
     """Returns rows ``[M, I]`` as codes, and a float32 scale ``[M, 1]`` for each; a row of zeros is zeros.
 
     Args:
-      x: activations. dtype: int8 or an 8-bit float.
+      x: activations. dtype: int8 or an 8-bit float. over: logical axes that cut rows over a mesh, whose scale is one.
     """
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     largest = 127 if is_integer else float(jnp.finfo(dtype).max)
     x = x.astype(jnp.float32)
-    most = jnp.max(jnp.abs(x), -1, keepdims=True)
+    most = max_shards(jnp.max(jnp.abs(x), -1, keepdims=True), *over)
     scale = most / largest
     # Denormal scales, which processors may take for 0, divide nothing.
     y = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 0, x / scale)

@@ -30,7 +30,7 @@ class HostPages:
     def save(self, cache: Any, saves: Sequence[tuple[int, int]]) -> None:
         """Starts copies ``(page, slot)`` out of the cache; `settle` ends them."""
         for pages, slots in _batches(saves, self._num_pages):
-            self._coming.append((slots, self._table.read_pages(cache, jax.device_put(pages))))
+            self._coming.append((slots, self._table.read_pages(cache, self._table.put(pages))))
 
     def load(self, cache: Any, loads: Sequence[tuple[int, int]]) -> Any:
         """Returns the cache, which is consumed, with copies ``(slot, page)`` in it."""
@@ -38,7 +38,8 @@ class HostPages:
         for pages, slots in _batches([(page, slot) for slot, page in loads], self._num_pages):
             taken = (slots + slots[:1] * COPY_PAGES)[:COPY_PAGES]  # what fills up goes to no page
             content = tuple(room[taken] for room in self._room)
-            cache = self._table.replace_pages(cache, *jax.device_put((pages, content)))
+            content = self._table.put(content, None, "kv_heads")
+            cache = self._table.replace_pages(cache, self._table.put(pages), content)
         return cache
 
     def settle(self) -> None:

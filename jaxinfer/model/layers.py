@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.arrays.quant import linear
+from jaxinfer.arrays.sharding import num_shards, sum_shards
 from jaxinfer.config import AttentionConfig, MlpConfig, NormConfig
 
 Params = dict[str, jax.Array]
@@ -22,13 +23,24 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float, axes: int | tuple[int, ...] = -1) -> jax.Array:
+def rms_norm(
+    x: jax.Array,
+    scale: jax.Array,
+    eps: float,
+    axes: int | tuple[int, ...] = -1,
+    over: str | None = None,
+) -> jax.Array:
     """Divides by the root mean square over ``axes`` and scales, in float32; returns the dtype of ``x``.
+
+    ``over`` is the logical axis of one of them where a mesh cuts it evenly.
 
     Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
     """
     y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axes, keepdims=True) + eps)
+    square = jnp.mean(y * y, axes, keepdims=True)
+    if over is not None:
+        square = sum_shards(square, over) / num_shards(over)
+    y = y * jax.lax.rsqrt(square + eps)
     return (y * scale).astype(x.dtype)
 
 
@@ -57,7 +69,8 @@ def project_qkv(
         if cfg.qkv_bias:
             y = (y + p[f"{name}_bias"]).astype(y.dtype)
         if cfg.qk_norm != "none" and name != "v":
-            y = rms_norm(y, p[f"{name}_norm"], eps, -1 if cfg.qk_norm == "head" else (-2, -1))
+            axes, over = (-1, None) if cfg.qk_norm == "head" else ((-2, -1), "heads")
+            y = rms_norm(y, p[f"{name}_norm"], eps, axes, over)
         return y
 
     return project("q"), project("k"), project("v")
@@ -65,20 +78,25 @@ def project_qkv(
 
 def project_out(x: jax.Array, p: Params, policy: Policy) -> jax.Array:
     """Returns ``[M, D]`` from the heads' outputs ``[M, N, H]``."""
-    y = linear(x.reshape(len(x), -1), p["o"], policy)
+    y = linear(x.reshape(len(x), -1), p["o"], policy, over="heads")
     return (y + p["o_bias"]).astype(y.dtype) if "o_bias" in p else y
 
 
 def mlp(x: jax.Array, p: Params, cfg: MlpConfig, policy: Policy) -> jax.Array:
     """Returns the dense feed-forward block of ``x [M, D]``."""
+    return _project("down", mlp_hidden(x, p, cfg, policy), p, cfg, policy)
 
-    def project(name: str, y: jax.Array) -> jax.Array:
-        z = linear(y, p[name], policy)
-        return (z + p[f"{name}_bias"]).astype(z.dtype) if cfg.bias else z
 
-    up = project("up", x)
-    gate = project("gate", x) if cfg.gated else None
-    return project("down", _activate(cfg.activation, up, gate))
+def mlp_hidden(x: jax.Array, p: Params, cfg: MlpConfig, policy: Policy) -> jax.Array:
+    """Returns ``[M, F]``, what the dense feed-forward block projects down."""
+    up = _project("up", x, p, cfg, policy)
+    gate = _project("gate", x, p, cfg, policy) if cfg.gated else None
+    return _activate(cfg.activation, up, gate)
+
+
+def _project(name: str, x: jax.Array, p: Params, cfg: MlpConfig, policy: Policy) -> jax.Array:
+    y = linear(x, p[name], policy, over="ffn" if name == "down" else None)
+    return (y + p[f"{name}_bias"]).astype(y.dtype) if cfg.bias else y
 
 
 @partial(jax.jit, static_argnums=0)

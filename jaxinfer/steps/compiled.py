@@ -17,7 +17,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxinfer.arrays.sharding import num_shards, partition
 from jaxinfer.model.cache import copy_widths, read_pages, replace_pages
 from jaxinfer.model.decoder import Static
 from jaxinfer.schedule.sampling_params import DRAWS
@@ -26,6 +28,7 @@ from jaxinfer.steps.keep import ExecutableStore, devices_of, key_of
 from jaxinfer.steps.slots import install_row, recall_history
 from jaxinfer.steps.steps import (
     MIN_DRAWS,
+    Ahead,
     DecodeRows,
     PrefillRows,
     decode_steps,
@@ -38,6 +41,9 @@ from jaxinfer.steps.steps import (
 Say = Callable[[str], None]
 COPY_PAGES = 16  # pages that one copy between device and host moves
 EXTRAS = ("recall", "copies")
+_ROWS = partition(("rows",))
+_CONTENT = partition((None, "kv_heads"))
+_AHEAD = Ahead(partition(("rows", "vocab")), _ROWS, _ROWS)  # type: ignore[arg-type]
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -57,10 +63,14 @@ class Shape:
     width: int
     num_steps: int = 1
 
-    @property
-    def draws(self) -> tuple[int, ...]:
-        """Rows of logits that each block leaves behind, decode rows first."""
-        return tuple(max(MIN_DRAWS, rows) for rows in (self.decode, self.prefill[0]) if rows)
+    def draws(self, num_shares: int = 1) -> tuple[int, ...]:
+        """Returns how many rows of logits each block leaves behind, decode rows first.
+
+        Args:
+          num_shares: into which a mesh cuts the rows, which they divide.
+        """
+        rows = (count for count in (self.decode, self.prefill[0]) if count)
+        return tuple(num_shares * max(MIN_DRAWS, count // num_shares) for count in rows)
 
     def __str__(self) -> str:
         parts = [f"decode {self.decode}"] if self.decode else []
@@ -93,15 +103,22 @@ class StepTable:
     """The executables of a run, by name, each with its seconds and bytes.
 
     Args:
-      static: what steps are compiled for.
+      static: what steps are compiled for: under a mesh, one device's share (`Layout.local`).
       params, cache, slots: the state, or `jax.ShapeDtypeStruct` trees with its shapes and shardings.
       store: where executables are kept between runs, None for nowhere.
+      mesh: that the state lies over, None for one device.
     """
 
     def __init__(
-        self, static: Static, params: Any, cache: Any, slots: Any, store: ExecutableStore | None = None
+        self,
+        static: Static,
+        params: Any,
+        cache: Any,
+        slots: Any,
+        store: ExecutableStore | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
-        self.static = static
+        self.static, self._mesh = static, mesh
         self._state = jax.tree.map(_abstract, (params, cache, slots))
         self._devices = devices_of(self._state)
         self._store = store if self._devices is not None else None
@@ -146,6 +163,16 @@ class StepTable:
         if self._store and not kept:
             self._store.save(key, call)
         return compiled
+
+    @property
+    def num_shares(self) -> int:
+        """How many shares of rows and pages there are, 1 without a mesh."""
+        return 1 if self._mesh is None else num_shards("rows", mesh=self._mesh)
+
+    def put(self, tree: Any, *axes: str | None) -> Any:
+        """Brings host arrays to the devices that the executables run on: whole, or cut along the axes named."""
+        over = self._over(*axes)
+        return jax.device_put(tree) if over is None else jax.device_put(tree, over)
 
     def forward(self, shape: Shape) -> Callable[..., Any]:
         """``(params, cache, slots, *packed)``: see `forward_step`, or `decode_steps` for several steps."""
@@ -195,7 +222,7 @@ class StepTable:
         """Returns how each executable is lowered, the slowest first."""
         shapes = list(shapes)
         single = [shape for shape in shapes if shape.num_steps == 1]
-        counts = sorted({count for shape in single for count in shape.draws})
+        counts = sorted({count for shape in single for count in shape.draws(self.num_shares)})
         wanted: dict[str, Callable[[], Any]] = {str(shape): partial(self.lower, shape) for shape in shapes}
         if "sample" in draws:
             wanted |= {f"draw {n}": partial(self._lower_draw, draw, n) for n in counts}
@@ -220,25 +247,29 @@ class StepTable:
         return wanted
 
     def _lower_read(self) -> Any:
-        return jax.jit(read_pages).lower(self._state[1], _ints(COPY_PAGES))
+        return self._lower(read_pages, (self._state[1], self._ints(COPY_PAGES)), _CONTENT)
 
     def _lower_replace(self) -> Any:
         cache = self._state[1]
         content = tuple(
-            jax.ShapeDtypeStruct((COPY_PAGES, width), dtype) for width, dtype in copy_widths(cache)
+            jax.ShapeDtypeStruct((COPY_PAGES, width), dtype, sharding=self._over(None, "kv_heads"))
+            for width, dtype in copy_widths(cache)
         )
-        return jax.jit(replace_pages, donate_argnums=0).lower(cache, _ints(COPY_PAGES), content)
+        return self._lower(
+            replace_pages, (cache, self._ints(COPY_PAGES), content), _specs(cache), donate=(0,)
+        )
 
     def _lower_recall(self) -> Any:
         slots = self._state[2]
-        tokens = _ints(slots.history.shape[1])
-        return jax.jit(recall_history, donate_argnums=0).lower(slots, _ints(), tokens, _ints())
+        tokens = self._ints(slots.history.shape[1])
+        args = (slots, self._ints(), tokens, self._ints())
+        return self._lower(recall_history, args, _specs(slots), donate=(0,))
 
     def lower(self, shape: Shape) -> jax.stages.Lowered:
         """Returns the forward step of a shape, lowered and not yet compiled."""
         B, b = shape.decode, shape.prefill[0]
-        rows = DecodeRows(_ints(B, 3 + shape.width)) if B else None
-        packed = tuple(p for p in (rows, _prefill_rows(shape) if b else None) if p is not None)
+        rows = DecodeRows(self._ints(B, 3 + shape.width, over="rows")) if B else None
+        packed = tuple(p for p in (rows, self._prefill_rows(shape) if b else None) if p is not None)
         static, width = self.static, shape.width
 
         def run(params: Any, cache: Any, slots: Any, *packed: Any) -> Any:
@@ -248,11 +279,16 @@ class StepTable:
             prefill_rows = packed[-1] if b else None
             return forward_step(params, cache, slots, decode_rows, prefill_rows, static, width)
 
-        return jax.jit(run, donate_argnums=(1, 2)).lower(*self._state, *packed)
+        drawn = tuple(_AHEAD for _ in packed) if shape.num_steps == 1 else partition((None, "rows"))
+        outs = (drawn, *(_specs(part) for part in self._state[1:]))
+        return self._lower(run, (*self._state, *packed), outs, donate=(1, 2))
 
     def _lower_draw(self, fn: Callable[..., Any], num_rows: int) -> Any:
-        logits = jax.ShapeDtypeStruct((num_rows, self.static.cfg.vocab_size), jnp.float32)
-        return jax.jit(fn, donate_argnums=0).lower(self._state[2], logits, _ints(num_rows, 3))
+        vocab_size = self.static.cfg.vocab_size * (num_shards("vocab", mesh=self._mesh) if self._mesh else 1)
+        over = self._over("rows", "vocab")
+        logits = jax.ShapeDtypeStruct((num_rows, vocab_size), jnp.float32, sharding=over)
+        args = (self._state[2], logits, self._ints(num_rows, 3, over="rows"))
+        return self._lower(fn, args, (_ROWS, _specs(self._state[2])), donate=(0,))
 
     def _lower_score(self, shape: Shape) -> Any:
         params, slots = self._state[0], self._state[2]
@@ -261,21 +297,45 @@ class StepTable:
         def run(params: Any, x: jax.Array, rows: PrefillRows) -> Any:
             return score_prompt(params, x, rows, static, width, vocab_size)
 
-        return jax.jit(run).lower(params, self._stream(shape), _prefill_rows(shape))
+        return self._lower(run, (params, self._stream(shape), self._prefill_rows(shape)), _ROWS)
 
     def _lower_embed(self, shape: Shape) -> Any:
-        return jax.jit(embed_prompt).lower(self._stream(shape), _prefill_rows(shape))
+        return self._lower(embed_prompt, (self._stream(shape), self._prefill_rows(shape)), _ROWS)
 
     def _stream(self, shape: Shape) -> jax.ShapeDtypeStruct:
         """``[b, T, D]``: the normed stream of the prefill rows."""
         return jax.ShapeDtypeStruct(
-            (*shape.prefill, self.static.cfg.d_model), self.static.policy.compute_dtype
+            (*shape.prefill, self.static.cfg.d_model),
+            self.static.policy.compute_dtype,
+            sharding=self._over("rows"),
         )
 
     def _lower_install(self) -> Any:
         slots = self._state[2]
-        row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), slots.packed)
-        return jax.jit(install_row, donate_argnums=0).lower(slots, _ints(), row)
+        whole = self._over()
+        row = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=whole), slots.packed
+        )
+        return self._lower(install_row, (slots, self._ints(), row), _specs(slots), donate=(0,))
+
+    def _prefill_rows(self, shape: Shape) -> PrefillRows:
+        b, T = shape.prefill
+        return PrefillRows(self._ints(b, 4 + T + shape.width, over="rows"))
+
+    def _ints(self, *shape: int, over: str | None = None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._over(over) if over else self._over())
+
+    def _over(self, *axes: str | None) -> NamedSharding | None:
+        return None if self._mesh is None else NamedSharding(self._mesh, partition(axes))
+
+    def _lower(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], outs: Any, donate: tuple[int, ...] = ()
+    ) -> jax.stages.Lowered:
+        """Lowers a step; under a mesh every device runs it on its share, and ``outs`` says how results lie."""
+        if self._mesh is not None:
+            ins = _specs(args)
+            fn = jax.shard_map(fn, mesh=self._mesh, in_specs=ins, out_specs=outs, check_vma=False)
+        return jax.jit(fn, donate_argnums=donate).lower(*args)
 
 
 @contextmanager
@@ -306,13 +366,9 @@ def _embed_name(shape: Shape) -> str:
     return "embed {}x{} over {} pages".format(*shape.prefill, shape.width)
 
 
-def _prefill_rows(shape: Shape) -> PrefillRows:
-    b, T = shape.prefill
-    return PrefillRows(_ints(b, 4 + T + shape.width))
-
-
-def _ints(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
+def _specs(tree: Any) -> Any:
+    """Returns how the arrays of a tree lie over their mesh; nothing of those that lie over none."""
+    return jax.tree.map(lambda leaf: getattr(leaf.sharding, "spec", PartitionSpec()), tree)
 
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:

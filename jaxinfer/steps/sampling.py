@@ -13,7 +13,6 @@ filters keep only some of these, else all V by trial (`_draw_all`). Work that no
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +22,23 @@ from jax import lax
 from jaxinfer.schedule.sampling_params import MAX_LOGPROBS
 from jaxinfer.steps.noise import fold_in, gumbel
 from jaxinfer.steps.slots import Filters, Rows
+from jaxinfer.steps.vocab import (
+    BANNED,
+    argmax,
+    count_ids,
+    is_finite,
+    largest,
+    log_total,
+    pick,
+    scatter,
+    smallest,
+    token_ids,
+    top,
+    total,
+    unpack_bits,
+)
 
-# A banned token's logit: finite, so that no mask can make NaN, and below what temperature could lift.
-BANNED = -1e30
 NUM_CANDIDATES = 72  # above 64, the largest top_k in common use
-GROUP = 32  # ids that share a maximum when the likeliest are looked for
 HISTORY_CHUNK = 512  # positions counted at once for penalties
 NO_TOKEN = -1  # drawn where there is nothing to draw from; the host ends the request
 
@@ -93,12 +104,12 @@ def greedy(logits: jax.Array, vocab_size: int) -> jax.Array:
       logits: ``[B, V]``; where they are not finite, `NO_TOKEN` is returned. vocab_size: ids at or above it are padding.
     """
     logits = _real(logits.astype(jnp.float32), vocab_size)
-    return _checked(_argmax(logits), logits)
+    return _checked(argmax(logits), logits)
 
 
 def _checked(tokens: jax.Array, logits: jax.Array) -> jax.Array:
-    """Tokens, but `NO_TOKEN` in rows whose logits overflowed: a NaN anywhere makes the largest one NaN."""
-    return jnp.where(jnp.isfinite(logits.max(-1)), tokens, NO_TOKEN)
+    """Tokens, but `NO_TOKEN` in rows whose logits overflowed."""
+    return jnp.where(is_finite(logits), tokens, NO_TOKEN)
 
 
 def token_logprobs(logits: jax.Array, targets: jax.Array, vocab_size: int | None = None) -> TokenLogprobs:
@@ -108,61 +119,31 @@ def token_logprobs(logits: jax.Array, targets: jax.Array, vocab_size: int | None
       logits: ``[T, V]``. targets: ``[T]`` ids.
       vocab_size: ids at or above it are padding; None for V.
     """
-    vocab_size = vocab_size or logits.shape[-1]
+    vocab_size = vocab_size or count_ids(logits)
     return _score(_real(logits.astype(jnp.float32), vocab_size), targets, vocab_size)
 
 
 def _real(logits: jax.Array, vocab_size: int) -> jax.Array:
     """Bans the padding of the vocabulary."""
-    if logits.shape[-1] <= vocab_size:
+    if count_ids(logits) <= vocab_size:
         return logits
-    return jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, BANNED)
+    return jnp.where(token_ids(logits) < vocab_size, logits, BANNED)
 
 
 def _column(mask: jax.Array, like: jax.Array) -> jax.Array:
     return mask.reshape(mask.shape + (1,) * (like.ndim - mask.ndim))
 
 
-def _argmax(x: jax.Array) -> jax.Array:
-    """Returns the lowest id among the largest; two plain passes are faster than XLA's argmax on a CPU."""
-    V = x.shape[-1]
-    best = x.max(-1, keepdims=True)
-    found = jnp.min(jnp.where(x == best, jnp.arange(V, dtype=jnp.int32), V), axis=-1)
-    return jnp.minimum(found, V - 1)  # a row of NaN must not leave the vocabulary
-
-
-def _top(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the k largest of each row and their ids, largest first; the first has the lowest id on ties.
-
-    The k largest lie in the k groups with the largest maxima, so only those are searched: on a CPU that halves the
-    time of `lax.top_k` over everything.
-    """
-    B, V = x.shape
-    if 2 * k * GROUP >= V:
-        return _top_k(x, min(k, V))
-    padded = jnp.pad(x, ((0, 0), (0, -V % GROUP)), constant_values=BANNED) if V % GROUP else x
-    groups = padded.reshape(B, -1, GROUP)
-    _, chosen = _top_k(groups.max(-1), k)
-    values, index = _top_k(jnp.take_along_axis(groups, chosen[..., None], 1).reshape(B, -1), k)
-    ids = jnp.take_along_axis(chosen, index // GROUP, 1) * GROUP + index % GROUP
-    return values, ids
-
-
-def _top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    # Without the barrier XLA's CPU backend sees slices of the result and sorts everything: 3 ms more at [16, 49152].
-    return lax.optimization_barrier(lax.top_k(x, k))
-
-
 def _score(logits: jax.Array, tokens: jax.Array, vocab_size: int) -> TokenLogprobs:
-    log_total = jax.nn.logsumexp(logits, axis=-1)
-    chosen = jnp.take_along_axis(logits, tokens[:, None], 1)
-    rank = 1 + jnp.sum((logits > chosen).astype(jnp.int32), axis=-1)
-    top, top_ids = _top(logits, min(MAX_LOGPROBS, vocab_size))
-    spare = ((0, 0), (0, MAX_LOGPROBS - top.shape[1]))
-    top = jnp.pad(top, spare, constant_values=BANNED)
-    top_ids = jnp.pad(top_ids, spare, constant_values=-1)
-    logprob, top = (_at_least_banned(x - log_total[:, None]) for x in (chosen, top))
-    return TokenLogprobs(logprob[:, 0], rank, top_ids, top)
+    norm = log_total(logits)[:, None]
+    chosen = pick(logits, tokens[:, None])
+    rank = 1 + total((logits > chosen).astype(jnp.int32))
+    best, ids = top(logits, min(MAX_LOGPROBS, vocab_size))
+    spare = ((0, 0), (0, MAX_LOGPROBS - best.shape[1]))
+    best = jnp.pad(best, spare, constant_values=BANNED)
+    ids = jnp.pad(ids, spare, constant_values=-1)
+    logprob, best = (_at_least_banned(x - norm) for x in (chosen, best))
+    return TokenLogprobs(logprob[:, 0], rank, ids, best)
 
 
 def _at_least_banned(x: jax.Array) -> jax.Array:
@@ -173,10 +154,10 @@ def _edit(logits: jax.Array, rows: Rows, position: jax.Array) -> jax.Array:
     """Applies what comes before temperature, each only if some row uses it."""
     settings = rows.settings
     penalties = settings.penalties
-    V = logits.shape[-1]
+    V = count_ids(logits)
     ending = position < settings.min_len
     edits: tuple[tuple[jax.Array, Callable[[jax.Array], jax.Array]], ...] = (
-        (settings.bias_ids >= 0, lambda x: _scatter(x, settings.bias_ids).add(settings.bias, mode="drop")),
+        (settings.bias_ids >= 0, lambda x: scatter(x, settings.bias_ids).add(settings.bias, mode="drop")),
         (settings.limited > 0, lambda x: _keep_allowed(x, rows)),
         (penalties.repetition != 1, lambda x: _penalise_repetition(x, rows, position)),
         (
@@ -196,21 +177,12 @@ def _edit(logits: jax.Array, rows: Rows, position: jax.Array) -> jax.Array:
     return lax.cond(jnp.any(jnp.stack(used)), run, lambda x: x, logits)
 
 
-def _scatter(x: jax.Array, ids: jax.Array) -> Any:
-    """Addresses ``x[b, ids[b]]``; ids that are negative or too large are out of range, not wrapped."""
-    B, V = x.shape
-    return x.at[jnp.arange(B)[:, None], jnp.where(ids < 0, V, ids)]
-
-
 def _ban(x: jax.Array, ids: jax.Array) -> jax.Array:
-    return _scatter(x, ids).set(BANNED, mode="drop")
+    return scatter(x, ids).set(BANNED, mode="drop")
 
 
 def _keep_allowed(x: jax.Array, rows: Rows) -> jax.Array:
-    B, V = x.shape
-    bits = rows.mask[rows.slot][:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
-    allowed = bits.reshape(B, -1)[:, :V] > 0
-    allowed = jnp.pad(allowed, ((0, 0), (0, V - allowed.shape[1])))
+    allowed = unpack_bits(rows.mask[rows.slot], x) > 0
     return jnp.where(allowed | (rows.settings.limited == 0)[:, None], x, BANNED)
 
 
@@ -220,7 +192,7 @@ def _count(x: jax.Array, rows: Rows, position: jax.Array, start: jax.Array) -> j
     Returns:
       int32 ``[B, V]``. Histories are walked only as far as the longest row reaches.
     """
-    B, V = x.shape
+    V = count_ids(x)
     S = rows.history.shape[1]
     chunk = min(HISTORY_CHUNK, S)
     slot = jnp.minimum(rows.slot, rows.history.shape[0] - 1)
@@ -231,10 +203,10 @@ def _count(x: jax.Array, rows: Rows, position: jax.Array, start: jax.Array) -> j
         tokens = rows.history[slot[:, None], where]
         # The last chunk is moved back to end at S: what it shares with the one before is not counted twice.
         fresh = (where >= i * chunk) & (where >= start[:, None]) & (where < position[:, None])
-        return _scatter(counts, jnp.where(fresh, tokens, V)).add(1, mode="drop")
+        return scatter(counts, jnp.where(fresh, tokens, V)).add(1, mode="drop")
 
     longest = jnp.minimum(jnp.max(position), S)
-    return lax.fori_loop(0, (longest + chunk - 1) // chunk, body, jnp.zeros((B, V), jnp.int32))
+    return lax.fori_loop(0, (longest + chunk - 1) // chunk, body, jnp.zeros(x.shape, jnp.int32))
 
 
 def _penalise_repetition(x: jax.Array, rows: Rows, position: jax.Array) -> jax.Array:
@@ -281,27 +253,27 @@ def _draw_candidates(x: jax.Array, filters: Filters, key: jax.Array) -> tuple[ja
     Returns:
       ``[B]`` ids, and whether each is exact: the filters keep nothing beyond the candidates.
     """
-    top, ids = _top(x, NUM_CANDIDATES)
-    C = top.shape[1]
-    first, last = top[:, 0], top[:, -1]
-    kth = jnp.take_along_axis(top, jnp.clip(filters.top_k - 1, 0, C - 1)[:, None], 1)[:, 0]
+    best, ids = top(x, NUM_CANDIDATES)
+    C = best.shape[1]
+    first, last = best[:, 0], best[:, -1]
+    kth = jnp.take_along_axis(best, jnp.clip(filters.top_k - 1, 0, C - 1)[:, None], 1)[:, 0]
     # Beyond the last candidate, or in ties with it, what top_k keeps is not known here.
     has_k = (filters.top_k > 0) & (filters.top_k <= C) & (kth > last)
-    kept = (top >= _min_p_floor(first, filters)[:, None]) & ((top >= kth[:, None]) | ~has_k[:, None])
-    weight = jnp.exp(top - first[:, None])
-    in_k = jnp.sum(jnp.where(top >= kth[:, None], weight, 0), axis=-1)
+    kept = (best >= _min_p_floor(first, filters)[:, None]) & ((best >= kth[:, None]) | ~has_k[:, None])
+    weight = jnp.exp(best - first[:, None])
+    in_k = jnp.sum(jnp.where(best >= kth[:, None], weight, 0), axis=-1)
     nucleus = filters.top_p < 1
     in_all = lax.cond(
         jnp.any(nucleus & (filters.top_k == 0)),
-        lambda: jnp.sum(jnp.exp(x - first[:, None]), axis=-1),
+        lambda: total(jnp.exp(x - first[:, None])),
         lambda: jnp.ones_like(first),
     )
-    likelier = jnp.sum(jnp.where(top[:, None, :] > top[:, :, None], weight[:, None, :], 0), axis=-1)
+    likelier = jnp.sum(jnp.where(best[:, None, :] > best[:, :, None], weight[:, None, :], 0), axis=-1)
     bound = jnp.where(nucleus, filters.top_p * jnp.where(has_k, in_k, in_all), jnp.inf)
     kept &= likelier < bound[:, None]
-    noisy = jnp.where(kept, top + gumbel(key, ids), -jnp.inf)
-    best = jnp.max(noisy, axis=-1, keepdims=True)
-    drawn = jnp.min(jnp.where(noisy == best, ids, x.shape[-1] - 1), axis=-1)
+    noisy = jnp.where(kept, best + gumbel(key, ids), -jnp.inf)
+    most = jnp.max(noisy, axis=-1, keepdims=True)
+    drawn = jnp.min(jnp.where(noisy == most, ids, count_ids(x) - 1), axis=-1)
     exact = ~kept[:, -1] & (has_k | (filters.top_k == 0) | ~nucleus)
     is_greedy = filters.temperature == 0
     return jnp.where(is_greedy, ids[:, 0], drawn), is_greedy | exact
@@ -314,23 +286,23 @@ def _draw_all(x: jax.Array, filters: Filters, key: jax.Array, pending: jax.Array
     time, by one sum over those likelier; a token that it drops takes all that are no likelier with it, so there are
     about 1 / top_p trials and no sort. What top_k and min_p keep is a floor from the start.
     """
-    first = jnp.max(x, axis=-1)
+    first = largest(x)
     top_k = jnp.where(pending, filters.top_k, 0)
     nucleus = pending & (filters.top_p < 1)
     lowest = jnp.full_like(first, -jnp.inf)
     kth = lax.cond(jnp.any(top_k > 0), lambda: _kth_largest(x, top_k), lambda: lowest)
-    noisy = x + gumbel(key, jnp.arange(x.shape[-1], dtype=jnp.int32)[None])
+    noisy = x + gumbel(key, token_ids(x)[None])
     noisy = jnp.where(x >= jnp.maximum(kth, _min_p_floor(first, filters))[:, None], noisy, -jnp.inf)
 
     def mass(keeps: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(keeps, jnp.exp(x - first[:, None]), 0), axis=-1)
+        return total(jnp.where(keeps, jnp.exp(x - first[:, None]), 0))
 
     bound = filters.top_p * lax.cond(jnp.any(nucleus), lambda: mass(x >= kth[:, None]), lambda: first)
 
     def trial(carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         pending, tokens, dropped = carry
-        token = _argmax(jnp.where(x > dropped[:, None], noisy, -jnp.inf))
-        value = jnp.take_along_axis(x, token[:, None], 1)
+        token = argmax(jnp.where(x > dropped[:, None], noisy, -jnp.inf))
+        value = pick(x, token[:, None])
         tried = pending & nucleus
         likelier = lax.cond(jnp.any(tried), lambda: mass(x > value), lambda: lowest)
         drops = tried & (likelier >= bound)  # false for NaN, so that a broken row ends too
@@ -351,7 +323,7 @@ def _kth_largest(x: jax.Array, k: jax.Array) -> jax.Array:
 
     Bisection over float32 patterns in their order as integers: at most 32 counts, fewer once k are told apart.
     """
-    V = x.shape[-1]
+    V = count_ids(x)
     k = jnp.clip(jnp.where(k < 1, V, k), 1, V)
 
     def flip(bits: jax.Array) -> jax.Array:
@@ -366,12 +338,12 @@ def _kth_largest(x: jax.Array, k: jax.Array) -> jax.Array:
     def halve(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = carry
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        count = jnp.sum((x >= as_float(middle)[:, None]).astype(jnp.int32), axis=-1)
+        count = total((x >= as_float(middle)[:, None]).astype(jnp.int32))
         low = jnp.where(count >= k, middle, low)
         return low, jnp.where(count == k, low + 1, jnp.where(count > k, high, middle))
 
-    low = as_order(jnp.min(x, axis=-1))
+    low = as_order(smallest(x))
     low, _ = lax.while_loop(
-        lambda carry: jnp.any(carry[1] > carry[0] + 1), halve, (low, as_order(jnp.max(x, axis=-1)) + 1)
+        lambda carry: jnp.any(carry[1] > carry[0] + 1), halve, (low, as_order(largest(x)) + 1)
     )
     return as_float(low)

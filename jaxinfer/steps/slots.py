@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxinfer.arrays.sharding import shard_index
 from jaxinfer.schedule.sampling_params import SamplingParams, SamplingParamsError
 from jaxinfer.steps.noise import request_key
 
@@ -125,7 +126,7 @@ class Slots:
     """Device state of all slots, R rows and one more that asks for nothing, which padding reads.
 
     Attributes:
-      history: ``[R, S]`` int32, token ids by position, prompt and output.
+      history: ``[R, S]`` int32, token ids by position, prompt and output. A share of the rows over a mesh is like it.
       packed: `PackedRow` with leading ``[R + 1]``.
       caps: capacities. vocab_size: ids at or above it can never be drawn.
     """
@@ -229,18 +230,27 @@ def pack_row(
     return PackedRow(np.concatenate(ints), np.concatenate(floats), mask)
 
 
-def init_slots(max_num_seqs: int, max_len: int, vocab_size: int, caps: SlotCaps | None = None) -> Slots:
+def init_slots(
+    max_num_seqs: int,
+    max_len: int,
+    vocab_size: int,
+    caps: SlotCaps | None = None,
+    num_shares: int = 1,
+    sharding: Any = None,
+) -> Slots:
     """Returns slots whose rows ask for nothing.
 
     Args:
       max_num_seqs: R. max_len: S, most tokens of prompt and output.
       vocab_size: ids at or above it can never be drawn, whatever the width of the logits. caps: capacities.
+      num_shares: of the rows over a mesh, which divide R, and sharding: of rows there; None is the default device.
     """
     caps = caps or SlotCaps()
     nothing = pack_row(SamplingParams(temperature=0.0), caps, vocab_size=vocab_size, prompt_len=0, seed=0)
+    num_rows = max_num_seqs + num_shares
     # Made on the host: on the device each shape would cost a compilation.
-    packed = jax.tree.map(lambda leaf: jax.device_put(np.tile(leaf, (max_num_seqs + 1, 1))), nothing)
-    history = jax.device_put(np.zeros((max_num_seqs, max_len), np.int32))
+    packed = jax.tree.map(lambda leaf: jax.device_put(np.tile(leaf, (num_rows, 1)), sharding), nothing)
+    history = jax.device_put(np.zeros((max_num_seqs, max_len), np.int32), sharding)
     return Slots(history, packed, caps, vocab_size)
 
 
@@ -251,6 +261,7 @@ def install_row(slots: Slots, slot: jax.Array, row: PackedRow) -> Slots:
       slots: consumed (jit with donation). slot: int32 scalar; out of ``0 .. R - 1`` nothing is written.
       row: from `pack_row`.
     """
+    slot = own_slots(slots, slot)
     where = _in_range(slot, slots.history.shape[0], len(slots.packed.ints))
     packed = jax.tree.map(lambda old, new: old.at[where].set(new, mode="drop"), slots.packed, row)
     return replace(slots, packed=packed)
@@ -265,7 +276,12 @@ def recall_history(slots: Slots, slot: jax.Array, tokens: jax.Array, count: jax.
     """
     S = slots.history.shape[1]
     positions = jnp.arange(S, dtype=jnp.int32)
-    return write_tokens(slots, jnp.full(S, slot), positions, tokens, positions < count)
+    return write_tokens(slots, jnp.full(S, own_slots(slots, slot)), positions, tokens, positions < count)
+
+
+def own_slots(slots: Slots, slot_ids: jax.Array) -> jax.Array:
+    """Returns slot ids as this share of the rows counts them; those of other shares are out of range."""
+    return slot_ids - shard_index("rows") * slots.history.shape[0]
 
 
 def gather_rows(slots: Slots, slot_ids: jax.Array) -> Rows:

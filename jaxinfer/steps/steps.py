@@ -19,6 +19,7 @@ step. Example (it runs, see tests/steps/test_example.py)::
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -26,10 +27,11 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxinfer.arrays.sharding import shard_index
 from jaxinfer.model.cache import KVCache, init_cache
 from jaxinfer.model.decoder import Block, Static, forward, unembed
 from jaxinfer.steps.sampling import Sampled, TokenLogprobs, greedy, sample, token_logprobs
-from jaxinfer.steps.slots import Slots, gather_rows, write_tokens
+from jaxinfer.steps.slots import Slots, gather_rows, own_slots, write_tokens
 
 MIN_DRAWS = 2  # rows of logits at least: one row is no cheaper, and a count less to compile a sampler for
 SCORE_ROWS = 32  # positions whose logits exist at once while prompts are scored: 32 V numbers, not T V
@@ -160,9 +162,11 @@ def forward_step(
         rows.append(_draw_rows(block, slot, block.length > 0))
     if prefill_rows is not None:
         block, slot, following = _prefill_block(prefill_rows, width)
+        slot = own_slots(slots, slot)
         slots = _write_prompt(slots, block, slot)
         blocks.append(block)
         rows.append(_draw_rows(block, slot, (block.length > 0) & (following < 0)))
+    blocks = [replace(b, pages=b.pages - shard_index("pages") * cache[0].num_pages) for b in blocks]
     x, cache = forward(params, cache, blocks, static)
     sizes = [block.tokens.size for block in blocks]
     streams = jnp.split(x, list(accumulate(sizes))[:-1])
@@ -257,6 +261,7 @@ def score_prompt(
 
 def _decode_block(rows: DecodeRows, slots: Slots, width: int) -> tuple[Block, jax.Array]:
     slot, position, live = (rows.packed[:, i] for i in range(3))
+    slot = own_slots(slots, slot)
     token = slots.history.at[slot, position].get(mode="fill", fill_value=0)
     return Block(token[:, None], position, live, rows.packed[:, 3 : 3 + width]), slot
 

@@ -28,6 +28,7 @@ from jaxinfer.weights.place import Recipe, find_fault, hold, place
 from jaxinfer.weights.tensors import TensorSource
 
 Finish = Callable[[str, np.ndarray | Quantized], Any]
+Fill = Callable[[ParamSpec, Any], Any]
 Progress = Callable[[int, int], None]
 Fault = tuple[str, str]  # a tensor's name, and what is wrong with it
 
@@ -42,6 +43,7 @@ def load_params(
     policy: Policy,
     ignorable: Iterable[str] = (),
     shardings: Any = None,
+    fill: Fill | None = None,
     finish: Finish | None = None,
     progress: Progress | None = None,
 ) -> Any:
@@ -55,6 +57,7 @@ def load_params(
         format is taken as it is, other leaves are rounded. Norms, biases and routers are float32.
       ignorable: patterns (`re.fullmatch`) of tensor names that the model does without.
       shardings: one sharding for all leaves or a tree of them like ``specs``; None is the default device.
+      fill: makes a leaf the size that divides over a mesh (`Layout.fill`), before it goes where its sharding says.
       finish: makes the leaf of ``(path, array)`` in place of the cast and the transfer; the array may be a strided
         view, and blocks come expanded to float32. It may raise OverflowError, which is reported as not finite.
       progress: called with bytes read and bytes to read, from the calling thread.
@@ -70,7 +73,7 @@ def load_params(
         raise ValueError(f"recipes and specs differ in {sorted(leaves.keys() ^ recipes.keys())}")
     check_names(source, recipes, ignorable)
     check_shapes(source, leaves, recipes)
-    make_leaf = finish or _to_device(specs, policy, shardings)
+    make_leaf = finish or _to_device(specs, policy, shardings, fill or (lambda spec, leaf: leaf))
 
     def make(path: str) -> tuple[Any, list[Fault]]:
         fmt = None if finish else policy.format_of(path, leaves[path])
@@ -179,8 +182,8 @@ def leaf_shardings(specs: Any, shardings: Any) -> dict[str, jax.sharding.Shardin
     return {path: sharding for (path, _), sharding in zip(flatten_specs(specs), given, strict=True)}
 
 
-def _to_device(specs: Any, policy: Policy, shardings: Any) -> Finish:
-    """Returns the usual ``finish``: the policy's format, row-major, put where the sharding says."""
+def _to_device(specs: Any, policy: Policy, shardings: Any, fill: Fill) -> Finish:
+    """Returns the usual ``finish``: the policy's format, filled up, row-major, put where the sharding says."""
     leaves, where = dict(flatten_specs(specs)), leaf_shardings(specs, shardings)
 
     def put(part: np.ndarray, path: str) -> jax.Array:
@@ -190,9 +193,9 @@ def _to_device(specs: Any, policy: Policy, shardings: Any) -> Finish:
         fmt = policy.format_of(path, leaves[path])
         if not isinstance(array, Quantized):
             if fmt.is_plain:
-                return jax.device_put(pack(array, fmt.dtype), where[path])
+                return jax.device_put(pack(fill(leaves[path], array), fmt.dtype), where[path])
             array = quantize(array, leaves[path], fmt)
-        return jax.tree.map(lambda part: put(part, path), array)
+        return jax.tree.map(lambda part: put(part, path), fill(leaves[path], array))
 
     return finish
 

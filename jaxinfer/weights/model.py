@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer.arrays.precision import Policy
+from jaxinfer.arrays.sharding import shardings
 from jaxinfer.config import GenerationDefaults, ModelConfig
 from jaxinfer.model.decoder import param_specs
+from jaxinfer.model.layout import Layout
 from jaxinfer.text import Tokenizer
 from jaxinfer.weights.families import find_family, read_config
 from jaxinfer.weights.fetch import resolve_model
@@ -18,7 +20,7 @@ from jaxinfer.weights.settle import settle, settle_formats
 from jaxinfer.weights.source import TensorSource, find_kind, open_source
 
 Settle = Callable[[Policy], tuple[Policy, tuple[str, ...]]]
-Load = Callable[[Policy, Any, Progress | None], Any]
+Load = Callable[[Policy, Layout | None, Progress | None], Any]
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,9 @@ class Model:
       tokenizer: its own.
       settle: ``settle(policy)`` gives the policy that names the very format of every parameter, and what is to be said
         of it: which weights lie in few bits as the checkpoint has them. Shapes and `load` want a settled one.
-      load: ``load(policy, shardings, progress)`` gives the tree of `param_specs` on devices; shardings None is the
-        default device. ``progress`` may be None, and a converted checkpoint, read by orbax at once, never calls it.
+      load: ``load(policy, layout, progress)`` gives the tree of `param_specs` on the devices of a mesh, filled up as its
+        layout says, or on the default device for None. ``progress`` may be None, and a converted checkpoint, read by
+        orbax at once, never calls it.
       source: the opened checkpoint, None for one that `jaxinfer convert` wrote.
       policy: that it was converted with, where its weights lie in few bits; None elsewhere.
     """
@@ -76,8 +79,11 @@ def _open_stored(name: str, path: Path) -> Model:
 
     specs = param_specs(meta.config)
 
-    def load(policy: Policy, shardings: Any, progress: Progress | None) -> Any:
-        return store.restore(path, specs, policy=policy, shardings=shardings)
+    def load(policy: Policy, layout: Layout | None, progress: Progress | None) -> Any:
+        if layout is None:
+            return store.restore(path, specs, policy=policy)
+        where = shardings(specs, layout.mesh)
+        return store.restore(path, specs, policy=policy, shardings=where, fill=layout.fill)
 
     def settle_stored(policy: Policy) -> tuple[Policy, tuple[str, ...]]:
         return settle_formats(policy, specs, meta.look)
@@ -96,10 +102,16 @@ def _doors(source: TensorSource, cfg: ModelConfig) -> tuple[Settle, Load]:
     family = find_family(source)
     recipes, specs = family.mapping(cfg, source.kind, source.tensors), param_specs(cfg)
 
-    def load(policy: Policy, shardings: Any, progress: Progress | None) -> Any:
-        ignorable = family.ignorable(source.kind)
+    def load(policy: Policy, layout: Layout | None, progress: Progress | None) -> Any:
         return load_params(
-            source, specs, recipes, policy=policy, ignorable=ignorable, shardings=shardings, progress=progress
+            source,
+            specs,
+            recipes,
+            policy=policy,
+            ignorable=family.ignorable(source.kind),
+            shardings=shardings(specs, layout.mesh) if layout else None,
+            fill=layout.fill if layout else None,
+            progress=progress,
         )
 
     return lambda policy: settle(policy, source, specs, recipes), load

@@ -38,7 +38,7 @@ from jaxinfer.weights.errors import (
     NonFiniteTensorsError,
     UnsupportedFormatError,
 )
-from jaxinfer.weights.load import fit_sharding, leaf_shardings
+from jaxinfer.weights.load import Fill, fit_sharding, leaf_shardings
 from jaxinfer.weights.records import from_json, read_json, to_json
 from jaxinfer.weights.settle import Held
 from jaxinfer.weights.source import HALF_WRITTEN, STORE_FILE
@@ -171,7 +171,9 @@ def read_tokenizer_metadata(path: str | Path) -> dict[str, Any] | None:
     return read_json(file) if file.exists() else None
 
 
-def restore(path: str | Path, specs: Any, *, policy: Policy, shardings: Any = None) -> Any:
+def restore(
+    path: str | Path, specs: Any, *, policy: Policy, shardings: Any = None, fill: Fill | None = None
+) -> Any:
     """Reads the parameters of a converted checkpoint straight into their shardings.
 
     Args:
@@ -180,6 +182,7 @@ def restore(path: str | Path, specs: Any, *, policy: Policy, shardings: Any = No
       policy: names the format of each leaf; plain ones kept in another are cast, and what lies in other codes than it
         names (or in none) is rounded anew, on the host.
       shardings: one sharding for all leaves or a tree of them like ``specs``; None is the default device.
+      fill: makes leaves the sizes that divide over a mesh (`Layout.fill`), on the host.
 
     Returns:
       The tree of ``specs`` with an array, or a `Quantized`, for each leaf.
@@ -216,6 +219,8 @@ def restore(path: str | Path, specs: Any, *, policy: Policy, shardings: Any = No
     for name, spec in leaves.items():
         if stored[name] != formats[name] and not (stored[name].is_plain and formats[name].is_plain):
             restored[name] = _round_anew(restored[name], spec, formats[name], where[name])
+        if fill is not None:
+            restored[name] = _fill_up(restored[name], spec, fill, where[name])
     return jax.tree.unflatten(jax.tree.structure(specs, is_leaf=is_spec), [restored[name] for name in leaves])
 
 
@@ -243,6 +248,15 @@ def _round_anew(leaf: Any, spec: ParamSpec, fmt: Format, sharding: jax.sharding.
     wide = np.asarray(dequantize(leaf, jnp.dtype(jnp.float32)) if is_quantized(leaf) else leaf)
     made = wide.astype(fmt.dtype) if fmt.is_plain else quantize(wide, spec, fmt)
     return jax.tree.map(lambda part: jax.device_put(part, fit_sharding(sharding, part.shape)), made)
+
+
+def _fill_up(leaf: Any, spec: ParamSpec, fill: Fill, sharding: jax.sharding.Sharding) -> Any:
+    """Returns a leaf filled up, by way of the host where that changes it."""
+    shapes = jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype), leaf)
+    if fill(spec, shapes) == shapes:
+        return leaf
+    filled = fill(spec, jax.tree.map(np.asarray, leaf))
+    return jax.tree.map(lambda part: jax.device_put(part, fit_sharding(sharding, part.shape)), filled)
 
 
 def _format_name(weight: Any) -> str:

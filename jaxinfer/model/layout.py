@@ -1,0 +1,259 @@
+"""A model laid over a mesh: sizes that divide, what fills them up, and where every parameter and page lies.
+
+Heads, ffn and vocabulary rarely divide by the devices. They are filled up with zeros, which change nothing: a head of
+zeros meets columns of zeros in ``o``, an id beyond the vocabulary is never drawn. Where there are more devices than kv
+heads, each kv head is there several times and its query heads are dealt out. Two kv heads of three queries on four
+devices, ``.`` for a head of zeros::
+
+    kv  0 | 0 | 1 | 1        q  0 1 | 2 . | 3 4 | 5 .
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxinfer.arrays.precision import Policy
+from jaxinfer.arrays.quantized import fit_format, is_quantized
+from jaxinfer.arrays.sharding import describe_mesh, num_shards, partition
+from jaxinfer.arrays.specs import ParamSpec, flatten_specs, path_name
+from jaxinfer.config import LayerKind, ModelConfig
+from jaxinfer.model.cache import KVCache, cache_shapes
+from jaxinfer.model.decoder import layer_specs, param_specs, stack_group, stacked_shapes
+
+VOCAB_UNIT = 32  # ids of a share: whole words of the bits that say which ids a request allows
+
+Places = Mapping[tuple[str, int], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model over a mesh.
+
+    Attributes:
+      mesh: the devices.
+      whole: the model, filled up to what divides. local: one device's share of it, which steps are traced for.
+      places: for a logical axis of a size, where each entry of the filled-up axis comes from, -1 for zeros; axes that
+        stay as they are have none.
+    """
+
+    mesh: Mesh
+    whole: ModelConfig
+    local: ModelConfig
+    places: Places = field(default_factory=dict)
+
+    def fill(self, spec: ParamSpec, leaf: Any) -> Any:
+        """Returns a parameter filled up.
+
+        Args:
+          spec: as the checkpoint has it. leaf: of numpy, or `Quantized`, or descriptions of these.
+        """
+        return jax.tree.map(lambda part: self._fill(spec, part), leaf)
+
+    def _fill(self, spec: ParamSpec, part: Any) -> Any:
+        for dim, (axis, size) in enumerate(zip(spec.axes, spec.shape, strict=True)):
+            places = self.places.get((axis or "", size))
+            if places is None or (part.shape[dim] == 1 and size > 1):  # a scale of all inputs
+                continue
+            if isinstance(part, jax.ShapeDtypeStruct):
+                shape = list(part.shape)
+                shape[dim] = len(places) * shape[dim] // size
+                part = jax.ShapeDtypeStruct(tuple(shape), part.dtype)
+            else:
+                part = _take(part, places, dim, size)
+        return part
+
+    def sharding(self, *axes: str | None) -> NamedSharding:
+        """Returns how an array of these logical axes lies."""
+        return NamedSharding(self.mesh, partition(axes))
+
+
+def lay_out(cfg: ModelConfig, policy: Policy, mesh: Mesh) -> Layout:
+    """Returns a model laid over a mesh.
+
+    Args:
+      cfg: the model. policy: settled, for groups of numbers that share a scale stay on one device.
+      mesh: of `parse_mesh`.
+
+    Raises:
+      ValueError: a mesh that this model cannot lie over, and why.
+    """
+    a, m = cfg.attention, cfg.mlp
+    name = describe_mesh(mesh)
+    ways, num_expert = num_shards("heads", mesh=mesh), num_shards("experts", mesh=mesh)
+    if num_expert > 1 and (not m.num_experts or m.num_experts % num_expert):
+        got = f"{m.num_experts} experts, which {num_expert} do not divide" if m.num_experts else "no experts"
+        raise ValueError(f"mesh {name}: the model has {got}; take expert=1, or as many as divide its experts")
+    places: dict[tuple[str, int], np.ndarray] = {}
+    q, kv = place_heads(a.num_heads, a.num_kv_heads, ways)
+    if a.qk_norm == "full" and len(q) + len(kv) > a.num_heads + a.num_kv_heads:
+        raise ValueError(
+            f"mesh {name}: the model norms all heads together, and its {a.num_heads} query and {a.num_kv_heads} kv "
+            f"heads do not divide by {ways}; take a tensor axis that divides both"
+        )
+    places |= {("heads", a.num_heads): q, ("kv_heads", a.num_kv_heads): kv}
+    unit = ways * _ffn_unit(cfg, policy)
+    sizes = {("ffn", size): unit for size in (m.ffn_dim, m.expert_dim)}
+    sizes["vocab", cfg.vocab_size] = ways * VOCAB_UNIT if ways > 1 else 1
+    for key, unit in sizes.items():
+        places[key] = np.pad(np.arange(key[1]), (0, -key[1] % unit), constant_values=-1)
+    num = {key: len(index) for key, index in places.items()}
+    vocab_size = num["vocab", cfg.vocab_size]
+
+    def share(ways: int) -> ModelConfig:
+        heads = num["heads", a.num_heads] // ways, num["kv_heads", a.num_kv_heads] // ways
+        attention = replace(a, num_heads=heads[0], num_kv_heads=heads[1])
+        ffn_dim, expert_dim = num["ffn", m.ffn_dim] // ways, num["ffn", m.expert_dim] // ways
+        mlp = replace(m, ffn_dim=ffn_dim, expert_dim=expert_dim)
+        return replace(cfg, vocab_size=vocab_size // ways, attention=attention, mlp=mlp)
+
+    changed = {key: index for key, index in places.items() if not np.array_equal(index, np.arange(key[1]))}
+    return Layout(mesh, share(1), share(ways), changed)
+
+
+def place_heads(num_heads: int, num_kv_heads: int, ways: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns which query and kv heads lie in which places over ``ways`` devices, -1 for a head of zeros.
+
+    Args:
+      num_heads: N. num_kv_heads: K.
+
+    Returns:
+      Two lists of int; their lengths divide by ``ways``, and query heads follow the order of their kv heads.
+    """
+    group = num_heads // num_kv_heads
+    if num_kv_heads >= ways:
+        copies, num_kv = 1, num_kv_heads + -num_kv_heads % ways
+    else:
+        num_kv = next(n for n in range(num_kv_heads, ways + 1) if ways % n == 0)
+        copies = ways // num_kv
+    each = -(-group // copies)  # query heads of a copy
+    kv = np.pad(np.arange(num_kv_heads), (0, num_kv - num_kv_heads), constant_values=-1)
+    q = np.pad(np.arange(group), (0, each * copies - group), constant_values=-1)
+    heads = np.where((kv[:, None] >= 0) & (q >= 0), kv[:, None] * group + q, -1)
+    return heads.reshape(-1), np.repeat(kv, copies)
+
+
+def partition_params(params: Any, cfg: ModelConfig) -> Any:
+    """Returns the tree of parameters with the `PartitionSpec` of every array.
+
+    Args:
+      params: of `stack_layers`, or `param_specs`'s tree with arrays or descriptions for leaves. cfg: the model.
+    """
+    axes = {path: spec.axes for path, spec in flatten_specs(param_specs(cfg))}
+    for number in {kind.moe: number for number, kind in enumerate(cfg.layers)}.values():
+        for path, spec in flatten_specs(layer_specs(cfg, cfg.layers[number])):
+            axes[f"stacks.{path}"] = ("layers", *spec.axes)
+    axes["stacks.attn.qkv"] = axes["stacks.attn.q"]
+    axes["stacks.attn.o"] = axes["stacks.attn.o"][:-1]  # its inputs lie joined
+
+    def lie(path: Any, leaf: Any) -> Any:
+        name = path_name(path)
+        if name.startswith("stacks."):
+            name = "stacks." + name.split(".", 2)[2]
+        return jax.tree.map(lambda part: partition(axes[name], part.shape), leaf)
+
+    return jax.tree_util.tree_map_with_path(lie, params, is_leaf=is_quantized)
+
+
+def partition_cache(cache: Any) -> Any:
+    """Returns a cache's tree with the `PartitionSpec` of every array ``[l, P, Z, K*H]``."""
+    return jax.tree.map(lambda pool: partition(("layers", "pages", None, "kv_heads")), cache)
+
+
+def describe_params(layout: Layout, cfg: ModelConfig, policy: Policy, sizes: Sequence[int]) -> dict[str, Any]:
+    """Returns the parameters over a mesh as abstract arrays with their shardings; arguments as for `stacked_shapes`."""
+    return _describe(
+        layout.mesh, stacked_shapes(cfg, policy, sizes, layout.fill), lambda tree: partition_params(tree, cfg)
+    )
+
+
+def describe_cache(
+    layout: Layout, policy: Policy, sizes: Sequence[int], num_pages: int, page_size: int
+) -> KVCache:
+    """Returns the cache over a mesh as abstract arrays with their shardings; arguments as for `cache_shapes`."""
+    shapes = cache_shapes(layout.whole, policy, sizes, num_pages, page_size)
+    return _describe(layout.mesh, shapes, partition_cache)
+
+
+def make_cache(layout: Layout, *args: Any) -> KVCache:
+    """Returns a cache of zeros over a mesh; arguments as for `describe_cache`."""
+    shapes = describe_cache(layout, *args)
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), shapes)
+
+
+def _describe(mesh: Mesh, shapes: Any, cut: Callable[[Any], Any]) -> Any:
+    return jax.tree.map(
+        lambda s, cuts: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, cuts)),
+        shapes,
+        cut(shapes),
+    )
+
+
+def stack_shares(layout: Layout, group: Sequence[Any]) -> Any:
+    """Returns layers as one stack, each device stacking its own shares: what is joined there is joined share by share.
+
+    Args:
+      layout: of the mesh. group: layers of one structure, filled up, on the mesh.
+    """
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), list(group))
+    inner = {"layers": tuple(shapes)}
+    outer = {"stacks": (jax.eval_shape(stack_group, shapes),)}
+    cfg = replace(layout.whole, layers=(LayerKind(moe="moe" in group[0]),) * len(group))
+    ins, outs = (partition_params(tree, cfg) for tree in (inner, outer))
+    return _stack_over(layout.mesh, _frozen(list(ins["layers"])), _frozen(outs["stacks"][0]))(list(group))
+
+
+@cache
+def _stack_over(mesh: Mesh, ins: Any, outs: Any) -> Callable[[Any], Any]:
+    ins, outs = (jax.tree.unflatten(tree, leaves) for leaves, tree in (ins, outs))
+    return jax.jit(jax.shard_map(stack_group, mesh=mesh, in_specs=(ins,), out_specs=outs, check_vma=False))
+
+
+def _frozen(tree: Any) -> tuple[tuple[PartitionSpec, ...], Any]:
+    leaves, structure = jax.tree.flatten(tree)
+    return tuple(leaves), structure
+
+
+def describe_layout(layout: Layout, cfg: ModelConfig) -> str:
+    """Returns in words what a model became to lie over its mesh."""
+    whole = layout.whole
+    pairs = (
+        ("query heads", cfg.attention.num_heads, whole.attention.num_heads),
+        ("kv heads", cfg.attention.num_kv_heads, whole.attention.num_kv_heads),
+        ("ffn", cfg.mlp.ffn_dim, whole.mlp.ffn_dim),
+        ("expert ffn", cfg.mlp.expert_dim, whole.mlp.expert_dim),
+        ("vocabulary", cfg.vocab_size, whole.vocab_size),
+    )
+    filled = ", ".join(f"{name} {had} -> {has}" for name, had, has in pairs if had != has)
+    devices = layout.mesh.devices.flat
+    return f"mesh {describe_mesh(layout.mesh)}: {layout.mesh.size} x {devices[0].device_kind}" + (
+        f"; filled up: {filled}" if filled else ""
+    )
+
+
+def _ffn_unit(cfg: ModelConfig, policy: Policy) -> int:
+    """Returns how many ffn numbers must stay together: those that share a scale, or a byte."""
+    unit = 1
+    for path, spec in flatten_specs(param_specs(cfg)):
+        if spec.axes[-1] == "ffn" and spec.role == "matrix":
+            fmt = fit_format(spec, policy.format_of(path, spec))
+            unit = max(unit, fmt.group or (2 if fmt.bits == 4 else 1))
+    return unit
+
+
+def _take(part: np.ndarray, places: np.ndarray, dim: int, size: int) -> np.ndarray:
+    """Returns an array with a dimension of ``size`` (or a whole fraction, of codes and scales) taken by places."""
+    have = part.shape[dim]
+    if have != size:  # filled up at the end only, by whole groups
+        spare = len(places) * have // size - have
+        return np.pad(part, [(0, spare if d == dim else 0) for d in range(part.ndim)])
+    taken = np.take(part, np.maximum(places, 0), axis=dim)
+    taken[(slice(None),) * dim + (places < 0,)] = 0
+    return taken
