@@ -20,7 +20,7 @@ from jaxinfer.engine.host_pages import HostPages
 from jaxinfer.engine.runner import Buckets, DeviceRunner
 from jaxinfer.hardware import describe_device, has_native_bfloat16, host_memory_bytes
 from jaxinfer.kernels.attention.api import choose_attention
-from jaxinfer.model.cache import copy_widths, init_cache, page_bytes
+from jaxinfer.model.cache import copy_widths, describe_pages, init_cache, page_bytes
 from jaxinfer.model.decoder import Static, param_specs, stack_layers, stack_sizes, stacked_shapes
 from jaxinfer.run_config import RunConfig
 from jaxinfer.schedule.limits import PreemptionMode, SchedulerConfig
@@ -222,7 +222,8 @@ def plan_memory(config: RunConfig, cfg: ModelConfig, policy: Policy, say: Say) -
         max_len = pages * Z
         say(f"max_model_len {max_len}: cut from the model's {cfg.max_len} to what the cache holds")
     say(
-        f"KV cache {policy.kv}: {pages} pages of {Z} tokens = {pages * Z} tokens in {pages * each / 2**20:.0f} MiB; "
+        f"KV cache {describe_pages(cfg, policy)}: {pages} pages of {Z} tokens = {pages * Z} tokens in "
+        f"{pages * each / 2**20:.0f} MiB; "
         f"{pages // -(-max_len // Z)} requests at the full length of {max_len}, "
         f"at most {config.max_num_seqs} rows at once"
     )

@@ -78,6 +78,32 @@ def encode(x: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array | None]:
     return _to_codes(codes.reshape(x.shape), fmt).reshape(*lead, -1), stored
 
 
+def rotates_keys(fmt: Format) -> bool:
+    """Returns whether keys are rotated before they become codes of ``fmt``, and queries with them.
+
+    A few numbers of every key are large, and set the scale that the others are rounded by. Rounded alone, keys in int4
+    (groups of 32) raise the perplexity of SmolLM2 by 14.7 % and of Gemma 3 by 22.7 %, rotated by 7.5 and 12.3; int8
+    keys and values that of Gemma 3 by 0.51 and 0.28. Floats of 8 bits lose by it (0.19 and 1.86 %).
+    """
+    return fmt.is_integer or fmt.bits == 4
+
+
+def rotate(x: jax.Array) -> jax.Array:
+    """Returns ``[..., H]`` times a normalised Hadamard matrix (blocks of one where H is no power of two).
+
+    The matrix is orthogonal: scores of rotated queries and keys are those of queries and keys.
+    """
+    H = x.shape[-1]
+    size = H & -H  # the largest power of two that divides it
+    matrix = np.ones((1, 1))
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    matrix = jnp.asarray(matrix / np.sqrt(size), x.dtype)
+    precision = "highest" if x.dtype.itemsize == 4 else None
+    y = jnp.dot(x.reshape(-1, size), matrix, precision=precision, preferred_element_type=jnp.float32)
+    return y.astype(x.dtype).reshape(x.shape)
+
+
 def decode(
     values: jax.Array, scales: jax.Array | None, fmt: Format, num_heads: int, head_dim: int
 ) -> jax.Array:

@@ -11,6 +11,9 @@ import jax.numpy as jnp
 from jaxinfer.arrays.formats import FLOAT32, PLAIN, Format
 from jaxinfer.arrays.specs import FLOAT32_ROLES, ParamSpec, Role
 
+# Pages of int4: groups of 32 hold 3.56 times bfloat16's tokens, and keys in them cost 7.5 % of SmolLM2's perplexity
+# where groups of 64 cost 9 to 11.
+KV_INT4 = "int4:g32"
 # A word in place of settings.
 ALIASES = {
     "w8a16": "weights=int8",
@@ -18,8 +21,9 @@ ALIASES = {
     "w4a16": "weights=int4:g64",
     "w4a8": "weights=int4:g64,act=int8",
     "kv8": "kv=int8",
-    "kv4": "kv=int4:g32",
+    "kv4": f"kv={KV_INT4}",
 }
+_KV_DEFAULTS = {"int4": KV_INT4}
 ROLES = ("weights", "embedding", "head", "kv", "act", "compute")
 _ROLE_ALIASES = {"lm_head": "head", "embed": "embedding", "activations": "act"}
 _ACT_ALIASES = {"fp8": "fp8_e4m3", "e4m3": "fp8_e4m3"}
@@ -106,7 +110,9 @@ class Policy:
         if keep:
             del given["weights"]
         formats = {
-            name: Format.parse(value, name) for name, value in given.items() if name not in ("act", "compute")
+            name: Format.parse(_KV_DEFAULTS.get(value.lower(), value) if name == "kv" else value, name)
+            for name, value in given.items()
+            if name not in ("act", "compute")
         }
         weights = formats.pop("weights", None)
         compute = given.get("compute")

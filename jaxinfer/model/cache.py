@@ -10,6 +10,7 @@ attention kernels know the layout, so that other page formats change nothing els
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxinfer.arrays.formats import Format
-from jaxinfer.arrays.pages import encode, scale_dtype, stored_dtype, token_widths
+from jaxinfer.arrays.pages import encode, group_size, scale_dtype, stored_dtype, token_widths
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.config import ModelConfig
 
@@ -93,6 +94,16 @@ def page_bytes(cfg: ModelConfig, policy: Policy, page_size: int) -> int:
         width * dtype.itemsize for width, dtype in zip(widths, _stored_dtypes(policy.kv), strict=True)
     )
     return 2 * cfg.num_layers * page_size * token
+
+
+def describe_pages(cfg: ModelConfig, policy: Policy) -> str:
+    """Returns the format of pages in words, with its scales and how many tokens it holds for one in bfloat16."""
+    fmt = policy.kv
+    if fmt.is_plain:
+        return str(fmt)
+    plain, coded = (page_bytes(cfg, replace(policy, kv=each), 1) for each in (Format("bfloat16"), fmt))
+    group = group_size(fmt, cfg.attention.head_dim)
+    return f"{fmt} ({scale_dtype(fmt)} scales, one for {group} numbers; {plain / coded:.2f} times bfloat16's tokens)"
 
 
 def _stored_dtypes(fmt: Format) -> tuple[jnp.dtype, jnp.dtype]:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxinfer.arrays.formats import Format
+from jaxinfer.arrays.pages import rotate, rotates_keys
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.arrays.quant import linear, take_rows
 from jaxinfer.arrays.quantized import abstract
@@ -366,6 +367,8 @@ def _layer(
     q, k, v = project_qkv(before("attn"), p["attn"], cfg.attention, cfg.norm.eps, policy)
     if angles is not None:
         q, k = apply_rope(q, *angles), apply_rope(k, *angles)
+    if rotates_keys(policy.kv):
+        q, k = rotate(q), rotate(k)
     pages = write_pages(pages, index, slots, k, v)
     kv = PagedKV(pages.k, pages.v, pages.k_scale, pages.v_scale, index, pages.format)
     heads = []
