@@ -248,6 +248,13 @@ def permute(w: np.ndarray, num_heads: int) -> np.ndarray:
     return w.reshape(num_heads, 2, w.shape[0] // num_heads // 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
 
 
+def draw_q6_k(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns blocks of a format that the package reads and does not write: any numbers under one small ``d``."""
+    blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // 256, 210)).astype(np.uint8)
+    blocks[..., 208:] = np.array([2e-5], np.float16).view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
 def write_llama_gguf(
     path: Path, name_of: Callable[[str], str], hidden: int = 64, experts: int = 0
 ) -> TensorSource:
@@ -268,7 +275,10 @@ def write_llama_gguf(
             tensors[f"blk.{i}.{GGUF_NAMES[name]}{'_exps' if mixed else ''}.weight"] = w
     for name, array in tensors.items():
         block_format = gguf.GGMLQuantizationType[name_of(name)]
-        tensors[name] = (gguf.quantize(array, block_format), block_format)
+        draw = (
+            draw_q6_k(rng, array.shape) if block_format.name == "Q6_K" else gguf.quantize(array, block_format)
+        )
+        tensors[name] = (draw, block_format)
     for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm", "blk.1.attn_norm", "blk.1.ffn_norm"):
         tensors[f"{name}.weight"] = 1 + rng.standard_normal(hidden, np.float32) / 10
     if experts:
@@ -335,14 +345,14 @@ def test_a_policy_of_another_format_rounds_the_expanded_weight(tmp_path: Path) -
 
 def test_blocks_of_many_kinds_each_become_what_holds_them(tmp_path: Path) -> None:
     """As in files called Q4_K_M: what no format holds has 8 bits, and every layer its own mixture."""
-    kinds = {"blk.1.attn_v": "Q8_0", "blk.0.attn_v": "F32", "blk.0.ffn_down": "Q5_1"}
+    kinds = {"blk.1.attn_v": "Q8_0", "blk.0.attn_v": "F32", "blk.0.ffn_down": "Q6_K"}
     source = write_llama_gguf(
         tmp_path / "m.gguf", lambda name: kinds.get(name.removesuffix(".weight"), "Q4_1"), 256
     )
     kept, settled, notes = load(source, f"{KEEP},compute=bf16")
     assert notes == (
         "weights kept as the checkpoint has them: 12 int4:g32:zero:f16, 1 int8:g32:f16",
-        "weights expanded and made anew: 1 Q5_1 as int8:g32",
+        "weights expanded and made anew: 1 Q6_K as int8:g32",
     )
     formats = {path: str(leaf.format) for path, leaf in leaves_of(kept).items() if is_quantized(leaf)}
     assert formats["layers.1.attn.v"] == "int8:g32:f16"
