@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -20,6 +21,7 @@ from jaxinfer.engine.host_pages import HostPages
 from jaxinfer.engine.runner import Buckets, DeviceRunner
 from jaxinfer.hardware import describe_device, has_native_bfloat16, host_memory_bytes
 from jaxinfer.kernels.attention.api import choose_attention
+from jaxinfer.kernels.matmul.api import choose_matmul
 from jaxinfer.model.cache import copy_widths, describe_pages, init_cache, page_bytes
 from jaxinfer.model.decoder import Static, param_specs, stack_layers, stack_sizes, stacked_shapes
 from jaxinfer.run_config import RunConfig
@@ -241,6 +243,14 @@ def device_memory_bytes() -> int:
     return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
 
 
+def pick_matmul(config: RunConfig, policy: Policy, num_devices: int, say: Say) -> Policy:
+    """Returns the policy with what multiplies codes in this run, and says which and why where rows are rounded."""
+    matmul, why = choose_matmul(config.matmul, policy, num_devices)
+    if policy.act != "compute" or config.matmul != "auto":
+        say(f"codes are multiplied by {matmul} kernels ({why})")
+    return replace(policy, matmul=matmul)
+
+
 def build_engine(config: RunConfig, model: Model | None = None, say: Say = lambda line: None) -> Engine:
     """Loads a model, takes the memory, compiles the steps and returns an engine that is ready to serve.
 
@@ -265,7 +275,8 @@ def build_engine(config: RunConfig, model: Model | None = None, say: Say = lambd
         say(note)
     num_pages, max_len = plan_memory(config, cfg, policy, say)
     buckets = choose_buckets(config, max_len)
-    static = Static(cfg, policy, choose_attention(config.attention), max_len)
+    chosen = pick_matmul(config, policy, 1, say)
+    static = Static(cfg, chosen, choose_attention(config.attention), max_len)
     sizes = stack_sizes(cfg, config.stack_size or default_stack_size(cfg), policy)
     cache = init_cache(cfg, policy, sizes, num_pages, config.page_size)
     slots = init_slots(config.max_num_seqs, max_len, cfg.vocab_size, SlotCaps())

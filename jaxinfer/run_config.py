@@ -34,6 +34,7 @@ class RunConfig:
       preemption_mode: what becomes of a row that gives way: ``recompute``, ``swap`` (its pages go to the host), or
         ``auto``: the cheaper.
       attention: implementation name, or ``auto``.
+      matmul: what multiplies int8 rows by codes: ``xla``, ``native`` (llvmlite and an x86 processor), or ``auto``.
       stack_size: layers a scan, 0 chooses by backend.
       prefill_buckets: ``(rows, tokens a row)`` shapes; empty chooses from ``max_num_batched_tokens``.
       draws: what requests may ask for: ``greedy`` (the likeliest token, nothing else), ``sample`` (anything),
@@ -58,6 +59,7 @@ class RunConfig:
     host_cache_bytes: str | int = 0
     preemption_mode: str = "auto"
     attention: str = "auto"
+    matmul: str = "auto"
     stack_size: int = 0
     prefill_buckets: tuple[tuple[int, int], ...] = ()
     draws: tuple[str, ...] = DRAWS

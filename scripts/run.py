@@ -22,8 +22,8 @@ from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 STAMP = "jaxinfer.json"
-TEST_EXTRAS = ("hub", "plots", "serve", "test")
-COMMAND_EXTRAS = {"serve": ("serve",), "bench": ("plots",)}
+TEST_EXTRAS = ("cpu", "hub", "plots", "serve", "test")
+COMMAND_EXTRAS = {"serve": ("serve",), "bench": ("plots",)}  # beside `cpu`, which every run profits from
 TEST_MODELS = ("smollm2-135m", "gemma3-270m")
 
 
@@ -41,7 +41,7 @@ def main() -> None:
     if options.command == "test":
         run_tests(prepare(options.venv, TEST_EXTRAS), options.args)
     else:
-        python = prepare(options.venv, COMMAND_EXTRAS.get(options.command, ()))
+        python = prepare(options.venv, ("cpu", *COMMAND_EXTRAS.get(options.command, ())))
         sys.exit(run([python, "-m", "jaxinfer", options.command, *options.args]))
 
 

@@ -28,6 +28,7 @@ FLOORS = {
     **dict.fromkeys(("engine", "run_config"), 6),
     **dict.fromkeys(("server", "build"), 7),
     "llm": 8,  # the Python door: it has build assemble its engine
+    "quality": 8,  # number formats compared, and weights calibrated
     "aot": 8,  # steps compiled for devices that are not here
     "bench": 9,  # load for our engine or for any endpoint
     "": 10,  # the package itself: what it exports
@@ -43,6 +44,7 @@ DOORS = {
     "gguf": "weights.gguf",
     "huggingface_hub": "weights",
     "jinja2": "text",
+    "llvmlite": "kernels",
     "matplotlib": "bench",
     "orbax": "weights.store",
     "prometheus_client": "server",
@@ -54,13 +56,13 @@ DOORS = {
     "uvicorn": "server",
 }
 # Rooms that are imported where their extra is installed: what it names they may import at once.
-ROOM_EXTRAS = {"server": "serve"}
+ROOM_EXTRAS = {"kernels": "cpu", "server": "serve"}
 FILE_LINES, KERNEL_FILE_LINES = 400, 600
 FUNCTION_LINES, KERNEL_FUNCTION_LINES = 60, 150
 ARGUMENTS = 10
 FIELDS = 12
 # Records as wide as what they describe: a model, a run, and vLLM's sampling fields under vLLM's names.
-WIDE_RECORDS = {"ModelConfig": 16, "RunConfig": 26, "SamplingParams": 36}
+WIDE_RECORDS = {"ModelConfig": 16, "RunConfig": 28, "SamplingParams": 36}
 NARROW_DTYPE = re.compile(r"bfloat16|float16|float8\w*|float4\w*|half|bf16|f16|fp16")
 
 Modules = Mapping[str, ast.Module]

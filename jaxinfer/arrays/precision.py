@@ -49,6 +49,7 @@ class Policy:
         ``compute``. Such a policy is settled against a checkpoint (`weights.settle`) before it says a format.
       exceptions: patterns of dotted paths (`fnmatch`, or what a path begins with) and the format of what they match;
         of several that match, the last holds.
+      matmul: what multiplies codes, chosen by the build (`kernels.matmul.api`); not part of the text.
     Sums inside matmuls, norms, softmax, rope angles, router, logits and sampling are always float32.
     """
 
@@ -60,6 +61,7 @@ class Policy:
     compute: str = "float32"
     exceptions: tuple[tuple[str, Format], ...] = ()
     keep: bool = False
+    matmul: str = "xla"
 
     def __post_init__(self) -> None:
         if self.compute not in PLAIN:

@@ -38,6 +38,7 @@ RUN_SECTIONS: dict[str, dict[str, str]] = {
     },
     "run": {
         "attention": "attention",
+        "matmul": "matmul",
         "stack_size": "stack_size",
         "prefill_buckets": "prefill_buckets",
         "draws": "draws",
@@ -55,6 +56,7 @@ _TEXTS = {
     "schedule.scheduling_policy",
     "schedule.preemption_mode",
     "run.attention",
+    "run.matmul",
     "chat.system",
     "chat.template",
 }

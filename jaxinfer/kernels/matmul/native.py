@@ -1,0 +1,349 @@
+"""Rows rounded to int8 times codes of 8 or 4 bits on x86 processors: written for LLVM, run through XLA's custom calls.
+
+Phase 1 rounds rows of ``x`` to int8. In phase 2 a piece is blocks of outputs: the codes of a block are laid so that a
+vector holds 4 inputs of each of 16 outputs (8 with 256-bit vectors), and every row then meets them with one
+instruction for 64 products, 4 inputs of the row beside all outputs. Laying costs 4 instructions for 64 bytes of codes:
+a single row waits for memory longer than that, and many rows share it.
+
+Integers make it exact: ``sum(x * w)`` is ``sum(x * (w + 128)) - 128 * sum(x)``, as the instruction wants one operand
+without sign. A row gives the same bits alone and in any batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from llvmlite import ir
+
+from jaxinfer.arrays.quantized import Quantized
+from jaxinfer.kernels.native.code import F32, I1, I8, I16, I32, Code, Value, Variable, vec
+from jaxinfer.kernels.native.ffi import DTYPES, Frame, Kernel, Slots
+from jaxinfer.kernels.native.machine import Machine
+
+PIECES = 8  # of outputs, about; more would have threads read memory in turns
+ROWS = 4  # of x that are rounded in a piece
+VECTORS = 2  # of outputs in a block
+TINY = 1.1754943508222875e-38
+ONE_127TH = 0.007874015718698502  # 1 / 127 in float32: XLA divides by multiplying with the inverse, here too
+
+
+@dataclass(frozen=True)
+class Form:
+    """One kernel: which codes, and which instructions.
+
+    Attributes:
+      bits: of a code. grouped: whether scales are by groups of inputs; else one an output.
+      machine: the instructions.
+    """
+
+    bits: int
+    grouped: bool
+    machine: Machine
+
+    @property
+    def name(self) -> str:
+        """Of the custom call."""
+        return f"jaxinfer_int{self.bits}_{'groups' if self.grouped else 'channel'}_{self.machine.name}"
+
+    @property
+    def lanes(self) -> int:
+        """Numbers of 32 bits in a vector."""
+        return self.machine.lanes
+
+    @property
+    def block(self) -> int:
+        """Outputs in a block."""
+        return VECTORS * self.lanes
+
+    @property
+    def tiles(self) -> Sequence[int]:
+        """Numbers of rows that meet a block at once; the first fills the registers, the others take what it leaves."""
+        most = (12 if self.lanes == 16 else 4) // (2 if self.grouped else 1)
+        return [most, *(tile for tile in (8, 4, 2, 1) if tile < most)]
+
+    def takes(self, num_in: int, num_out: int, groups: int) -> bool:
+        """Returns whether a weight of ``[num_out, num_in]`` can go this way; small and odd ones cannot."""
+        whole = num_in % groups == 0 and num_in // groups % 16 == 0
+        return whole and num_out >= self.block and num_in * self.bits // 8 >= 4 * self.lanes
+
+
+def form_of(w: Quantized, machine: Machine) -> Form | None:
+    """Returns the kernel for a weight ``[out, in]``, or None where there is none: it is small, odd, or of floats."""
+    (num_out, groups), num_in = w.scale.shape, w.shape[1]
+    form = Form(w.format.bits, w.format.bits == 4 or groups > 1, machine)
+    return form if w.format.is_integer and form.takes(num_in, num_out, groups) else None
+
+
+def kernel(form: Form) -> Kernel:
+    """Returns the kernel of a form.
+
+    Operands: ``x [M, in]`` float32 or bfloat16, ``codes [out, in]`` (4 bits: ``[out, in / 2]``), ``scale [out, G]`` and
+    ``offset`` like it, or empty. Results: ``y [M, out]`` float32 or bfloat16, and `scratch_bytes` of scratch.
+    """
+
+    def prepare(frame: Frame) -> tuple[Slots, tuple[Value, Value]]:
+        M, K, N, G = frame.dim(0, 0), frame.dim(0, 1), frame.dim(1, 0), frame.dim(2, 1)
+        scratch = frame.result(1)
+        slots = {
+            "x": frame.arg(0), "codes": frame.arg(1), "scale": frame.arg(2), "offset": frame.arg(3),
+            "y": frame.result(0), "M": M, "K": K, "N": N, "G": G,
+            "x_dtype": frame.dtype(0), "scale_dtype": frame.dtype(2), "y_dtype": frame.result_dtype(0),
+            "has_offset": frame.dim(3, 0).differs(0),
+            "rows": scratch, "row_scale": scratch.at(M * K), "row_sum": scratch.at(M * K + M * 4),
+        }  # fmt: skip
+        slots["blocks"] = blocks = (N + (form.block - 1)) // form.block
+        slots["share"] = share = (blocks + (PIECES - 1)) // PIECES
+        return slots, ((M + (ROWS - 1)) // ROWS, (blocks + (share - 1)) // share)
+
+    def local(code: Code, slots: Slots) -> Value:
+        return slots["K"] * form.block + slots["G"] * (8 * form.block)
+
+    def round_piece(code: Code, slots: Slots, piece: Value) -> None:
+        with code.loop(piece * ROWS, code.min(piece * ROWS + ROWS, slots["M"])) as m:
+            _round_row(code, form, slots, m)
+
+    def multiply_piece(code: Code, slots: Slots, piece: Value) -> None:
+        first = piece * slots["share"]
+        with code.loop(first, code.min(first + slots["share"], slots["blocks"])) as block:
+            multiply_block(code, slots, block)
+
+    def multiply_block(code: Code, slots: Slots, block: Value) -> None:
+        # The last block begins early enough to be whole: what two blocks both write is the same.
+        n = code.min(block * form.block, slots["N"] - form.block)
+        _lay_codes(code, form, slots, n)
+        _lay_scales(code, form, slots, n)
+        m = code.variable(code.int(0))
+        for tile in form.tiles:
+            with code.loop(m.get(), slots["M"] - (tile - 1), tile) as first:
+                _multiply_tile(code, form, slots, first, n, tile)
+                m.set(first + tile)
+
+    return Kernel(form.name, prepare, (round_piece, multiply_piece), local)
+
+
+def scratch_bytes(num_rows: int, num_in: int, groups: int) -> int:
+    """Returns the bytes of scratch that a product needs: rounded rows, their scales and the sums of their groups."""
+    return num_rows * (num_in + 4 + 4 * groups)
+
+
+def _load_as_float(code: Code, x: Value, offset: Value, dtype: str, lanes: int) -> Value:
+    if dtype == "float32":
+        return x.at(offset, F32).load(vec(F32, lanes))
+    bits = x.at(offset, I16).load(vec(I16, lanes))
+    if dtype == "bfloat16":
+        return code.bits(code.cast(bits, vec(I32, lanes), "zext") << 16, vec(F32, lanes))
+    return code.cast(code.bits(bits, vec(ir.HalfType(), lanes)), vec(F32, lanes), "fpext")
+
+
+def _each_dtype(code: Code, dtype: Value, names: Sequence[str], write: Callable[[str], None]) -> None:
+    """Writes code for each dtype that the numbers may have, of which one will run."""
+    for name in names:
+        with code.when(dtype.equals(DTYPES[name])):
+            write(name)
+
+
+def _round_row(code: Code, form: Form, slots: Slots, m: Value) -> None:
+    """Rounds one row as `quant.round_rows` does: bit for bit, NaN included, which a row's scale hands on."""
+    K, ints = slots["K"], vec(I32, 16)
+    size = code.variable(code.constant(ints, 0))
+
+    def widen(dtype: str) -> None:
+        with code.loop(0, K, 16) as k:
+            x = _load_as_float(code, slots["x"], m * K + k, dtype, 16)
+            _wide_row(code, slots).at(k, F32).store(x)
+            # As whole numbers, magnitudes keep their order and NaN is the largest.
+            size.set(code.max(size.get(), code.bits(x, ints) & 0x7FFFFFFF))
+
+    _each_dtype(code, slots["x_dtype"], ("float32", "bfloat16"), widen)
+    scale = code.bits(_reduce(code, size.get(), code.max), F32) * ONE_127TH
+    slots["row_scale"].at(m, F32).store(scale)
+    inverse = code.splat(code.select(scale < TINY, 0.0, code.constant(F32, 1.0) / scale), 16)
+    group = K / slots["G"]
+    with code.loop(0, slots["G"]) as g:
+        total = code.variable(code.constant(ints, 0))
+        with code.loop(g * group, g * group + group, 16) as k:
+            y = _wide_row(code, slots).at(k, F32).load(vec(F32, 16)) * inverse
+            # Adding 1.5 * 2**23 rounds to even and leaves the whole number in the low bits.
+            q = code.bits(y + 12582912.0, ints) - 0x4B400000
+            q = code.select(y.equals(y), code.max(code.min(q, 127), -127), 0)
+            total.set(total.get() + q)
+            q = code.cast(q, vec(I8, 16), "trunc")
+            if form.bits == 4:  # a vector of codes holds the even numbers of 8 first, then the odd ones
+                q = code.shuffle(q, None, [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15])
+            slots["rows"].at(m * K + k).store(q)
+        row_sum = _reduce(code, total.get(), lambda x, y: x + y)
+        slots["row_sum"].at(m * slots["G"] + g, I32).store(row_sum)
+
+
+def _reduce(code: Code, x: Value, op: Callable[[Value, Value], Value]) -> Value:
+    """Returns one number out of all lanes."""
+    lanes = x.type.count
+    while lanes > 1:
+        lanes //= 2
+        x = op(code.shuffle(x, None, range(lanes)), code.shuffle(x, None, range(lanes, 2 * lanes)))
+    return x[0]
+
+
+def _lay_codes(code: Code, form: Form, slots: Slots, n: Value) -> None:
+    """Lays the codes of a block of outputs, from output ``n``: ``[in / 4][outputs][4]`` bytes without sign."""
+    lanes = form.lanes
+    width = 4 * lanes  # bytes of a vector
+    row_bytes = slots["K"] if form.bits == 8 else slots["K"] // 2
+    per_byte = 8 // form.bits
+    stride = form.block * 4  # bytes of 4 inputs
+    with code.loop(0, row_bytes, width) as at:
+        # The last vectors begin early enough to be whole.
+        first = code.min(at, row_bytes - width)
+        target = slots["local"].at(first / 4 * (stride * per_byte))
+        for v in range(VECTORS):
+            rows = []
+            for lane in range(lanes):
+                place = slots["codes"].at((n + (v * lanes + lane)) * row_bytes + first)
+                _prefetch(code, place.at(row_bytes * form.block))
+                rows.append(place.load(vec(I32, lanes)))
+            for i, each in enumerate(_transpose(code, rows)):
+                for part, unsigned in enumerate(_unpack(code, form, slots, each)):
+                    target.at((i * per_byte + part) * stride + v * width).store(unsigned)
+
+
+def _unpack(code: Code, form: Form, slots: Slots, packed: Value) -> list[Value]:
+    """Returns codes as bytes without sign (AVX2 takes them with theirs); of 4 bits, even numbers and odd ones."""
+    if form.bits == 8:
+        return [packed ^ -0x7F7F7F80 if form.machine.has_vnni else packed]
+    flip = code.splat(code.select(slots["has_offset"], code.int(0, I32), 0x08080808), form.lanes)
+    return [(half & 0x0F0F0F0F) ^ flip for half in (packed, packed >> 4)]
+
+
+def _transpose(code: Code, rows: list[Value]) -> list[Value]:
+    """Returns a square of 32-bit numbers with rows and columns exchanged."""
+    size = len(rows)
+    step = 1
+    while step < size:
+        low = [i if not i & step else size + i - step for i in range(size)]
+        high = [i + step if not i & step else size + i for i in range(size)]
+        new = list(rows)
+        for i in range(size):
+            if not i & step:
+                new[i] = code.shuffle(rows[i], rows[i + step], low)
+                new[i + step] = code.shuffle(rows[i], rows[i + step], high)
+        rows, step = new, step * 2
+    return rows
+
+
+def _prefetch(code: Code, place: Value) -> None:
+    numbers = (code.int(n, I32) for n in (0, 3, 1))  # to read, into all caches, data
+    code.call("llvm.prefetch.p0", ir.VoidType(), place, *numbers)
+
+
+def _wide_row(code: Code, slots: Slots) -> Value:
+    """Returns the thread's own place for a row of ``x`` as float32."""
+    return slots["local"]
+
+
+def _scale_place(slots: Slots, form: Form) -> Value:
+    return slots["local"].at(slots["K"] * form.block)
+
+
+def _offset_place(slots: Slots, form: Form) -> Value:
+    return _scale_place(slots, form).at(slots["G"] * (4 * form.block))
+
+
+def _lay_scales(code: Code, form: Form, slots: Slots, n: Value) -> None:
+    """Lays the scales of a block of outputs, and offsets where there are: ``[groups][outputs]`` float32."""
+    G = slots["G"]
+
+    def lay(source: Value, target: Value) -> None:
+        def write(dtype: str) -> None:
+            with code.loop(0, form.block) as out, code.loop(0, G) as g:
+                number = _load_as_float(code, source, (n + out) * G + g, dtype, 1)
+                target.at(g * form.block + out, F32).store(number)
+
+        _each_dtype(code, slots["scale_dtype"], tuple(DTYPES), write)
+
+    lay(slots["scale"], _scale_place(slots, form))
+    with code.when(slots["has_offset"]):
+        lay(slots["offset"], _offset_place(slots, form))
+
+
+def _multiply_tile(code: Code, form: Form, slots: Slots, m: Value, n: Value, tile: int) -> None:
+    """Multiplies ``tile`` rows from ``m`` by the block of outputs from ``n``, which the thread has laid."""
+    floats = vec(F32, form.lanes)
+    zeros = code.constant(floats, 0.0)
+    sums = [[code.variable(zeros) for _ in range(VECTORS)] for _ in range(tile)]
+    if form.grouped:
+        with code.loop(0, slots["G"]) as g:
+            _add_group(code, form, slots, m, g, sums)
+    else:
+        _add_group(code, form, slots, m, code.int(0), sums)
+    for i in range(tile):
+        scale = code.splat(slots["row_scale"].at(m + i, F32).load(F32), form.lanes)
+        for v in range(VECTORS):
+            place = (m + i) * slots["N"] + n + v * form.lanes
+            _store_floats(code, slots, place, sums[i][v].get() * scale)
+
+
+def _add_group(code: Code, form: Form, slots: Slots, m: Value, g: Value, sums: list[list[Variable]]) -> None:
+    """Adds one group of inputs, scaled, to the sums of a tile: a row's products as integers first."""
+    lanes, stride = form.lanes, form.block * 4
+    ints, floats = vec(I32, lanes), vec(F32, lanes)
+    K, G = slots["K"], slots["G"]
+    group = K / G if form.grouped else K
+    totals = [
+        code.splat(slots["row_sum"].at((m + i) * G + g, I32).load(I32), lanes) for i in range(len(sums))
+    ]
+    bias = _bias(code, form, slots)
+    counts = [[code.variable(total * bias) for _ in range(VECTORS)] for total in totals]
+    rows = [slots["rows"].at((m + i) * K + g * group) for i in range(len(sums))]
+    codes = slots["local"].at(g * (group / 4 * stride))
+    with code.loop(0, group / 4) as k:
+        vectors = [codes.at(k * stride + v * 4 * lanes).load(ints, 4 * lanes) for v in range(VECTORS)]
+        for row, count in zip(rows, counts, strict=True):
+            x = code.splat(row.at(k * 4).load(I32), lanes)
+            for each, place in zip(vectors, count, strict=True):
+                place.set(_dot(code, form, place.get(), each, x))
+    for v in range(VECTORS):
+        at = (g * form.block + v * lanes) * 4
+        scale = _scale_place(slots, form).at(at).load(floats)
+        for i, count in enumerate(counts):
+            products = code.cast(count[v].get(), floats, "sitofp") * scale
+            sums[i][v].set(sums[i][v].get() + products if form.grouped else products)
+    with code.when(slots["has_offset"]):
+        for v in range(VECTORS):
+            offset = _offset_place(slots, form).at((g * form.block + v * lanes) * 4).load(floats)
+            for i, total in enumerate(totals):
+                sums[i][v].set(sums[i][v].get() + code.cast(total, floats, "sitofp") * offset)
+
+
+def _bias(code: Code, form: Form, slots: Slots) -> Value:
+    """Returns what a row's sum counts for where codes were made unsigned: minus what was added to each code."""
+    if form.bits == 8:
+        return code.constant(vec(I32, form.lanes), -128 if form.machine.has_vnni else 0)
+    return code.splat(code.select(slots["has_offset"], code.int(0, I32), -8), form.lanes)
+
+
+def _dot(code: Code, form: Form, total: Value, codes: Value, x: Value) -> Value:
+    """Adds the products of 4 bytes in each lane: codes without sign, ``x`` with its sign."""
+    width = 4 * form.lanes
+    ints, shorts, chars = vec(I32, form.lanes), vec(I16, 2 * form.lanes), vec(I8, width)
+    codes, x = code.bits(codes, chars), code.bits(x, chars)
+    if form.machine.has_vnni:
+        return code.call(f"llvm.x86.avx512.vpdpbusd.{8 * width}", ints, total, codes, x)
+    if form.bits == 8:  # pairs of products fit 16 bits only so: |w| * (x with w's sign)
+        x = code.call("llvm.x86.avx2.psign.b", chars, x, codes)
+        codes = code.call("llvm.abs.v32i8", chars, codes, code.int(False, I1))
+    pairs = code.call("llvm.x86.avx2.pmadd.ub.sw", shorts, codes, x)
+    return total + code.call("llvm.x86.avx2.pmadd.wd", ints, pairs, code.constant(shorts, 1))
+
+
+def _store_floats(code: Code, slots: Slots, place: Value, numbers: Value) -> None:
+    """Writes float32 numbers as the result's dtype."""
+    lanes = numbers.type.count
+    with code.when(slots["y_dtype"].equals(DTYPES["float32"])):
+        slots["y"].at(place, F32).store(numbers)
+    with code.when(slots["y_dtype"].equals(DTYPES["bfloat16"])):
+        bits = code.bits(numbers, vec(I32, lanes))
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        rounded = code.select(is_nan, (bits >> 16) | 0x40, rounded)
+        slots["y"].at(place, I16).store(code.cast(rounded, vec(I16, lanes), "trunc"))

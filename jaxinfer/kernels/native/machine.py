@@ -1,0 +1,101 @@
+"""From LLVM's intermediate code to machine code in this process, registered with XLA: for x86 with AVX2 and better."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jaxinfer.hardware import cpu_features
+
+if TYPE_CHECKING:
+    from jaxinfer.kernels.native.ffi import Kernel
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Instructions that kernels are written for.
+
+    Attributes:
+      name: in the names of kernels. lanes: numbers of 32 bits in a vector.
+      has_vnni: whether one instruction adds up products of four bytes.
+    """
+
+    name: str
+    lanes: int
+    has_vnni: bool
+
+
+MACHINES = (
+    (("avx512_vnni", "avx512bw", "avx512vl"), Machine("avx512vnni", 16, True)),
+    (("avx_vnni",), Machine("avxvnni", 8, True)),
+    (("avx2", "fma", "f16c"), Machine("avx2", 8, False)),
+)
+
+
+def this_machine() -> tuple[Machine | None, str]:
+    """Returns the instructions to write for, or None, and why."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return None, f"native kernels are for x86 processors, this is {platform.machine()}"
+    if find_spec("llvmlite") is None:
+        return None, "native kernels need llvmlite (pip install 'jaxinfer[cpu]')"
+    features = cpu_features()
+    for needed, machine in MACHINES:
+        if features.issuperset(needed):
+            return machine, f"llvmlite is there and the processor has {', '.join(needed)}"
+    return None, "native kernels need a processor with avx2"
+
+
+_LOCK = threading.Lock()
+_ENGINES: dict[str, Any] = {}  # by kernel; an engine owns the code that XLA calls
+
+
+def register(kernels: Iterable[Kernel]) -> None:
+    """Makes kernels and gives them to XLA's CPU backend under their names, once a process (half a second each)."""
+    from jaxinfer.kernels.native.ffi import write_handler
+
+    with _LOCK:
+        for kernel in kernels:
+            if kernel.name in _ENGINES:
+                continue
+            engine, address = _compile(kernel.name, str(write_handler(kernel)))
+            _ENGINES[kernel.name] = engine
+            new = ctypes.pythonapi.PyCapsule_New
+            new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+            jax.ffi.register_ffi_target(kernel.name, new(address, None, None), platform="cpu", api_version=1)
+
+
+def _compile(name: str, text: str) -> tuple[Any, int]:
+    """Returns an engine that holds a module's machine code, and the address of one of its functions."""
+    import llvmlite.binding as llvm
+
+    machine = _target()
+    module = llvm.parse_assembly(text)
+    module.triple, module.data_layout = machine.triple, str(machine.target_data)
+    module.verify()
+    # What a kernel wants unrolled it unrolls itself; more of it and its sums no longer fit the registers.
+    tuning = llvm.create_pipeline_tuning_options(speed_level=2)
+    tuning.loop_unrolling = tuning.loop_vectorization = tuning.slp_vectorization = False
+    passes = llvm.create_pass_builder(machine, tuning)
+    passes.getModulePassManager().run(module, passes)
+    engine = llvm.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    return engine, engine.get_function_address(name)
+
+
+@cache
+def _target() -> Any:
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    features = llvm.get_host_cpu_features().flatten()
+    target = llvm.Target.from_default_triple()
+    return target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=features, opt=3, jit=True)
