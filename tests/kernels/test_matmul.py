@@ -1,6 +1,7 @@
 """Rows times codes by native kernels: equal to the oracle, row by row the same in any batch, and safe with anything."""
 
 import os
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.serialize_executable import serialize
 
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.arrays.quantized import Quantized
@@ -164,3 +166,28 @@ def test_auto_says_why(monkeypatch: pytest.MonkeyPatch):
     name, why = choose_matmul("auto", W8A8)
     assert name == "xla"
     assert "llvmlite" in why or "x86" in why
+
+
+@needs_native
+def test_an_executable_that_calls_kernels_can_be_kept():
+    """Saved and loaded in the process that made the kernels, and in one that makes them first."""
+    code = (
+        "import pickle, sys, jax\n"
+        "from jax.experimental.serialize_executable import deserialize_and_load\n"
+        "from jaxinfer.kernels.matmul.api import prepare_native\n"
+        "prepare_native()\n"
+        "body, x, w = pickle.load(sys.stdin.buffer)\n"
+        "run = deserialize_and_load(*body, execution_devices=jax.devices()[:1])\n"
+        "sys.stdout.write(jax.device_get(run(x, *w)).tobytes().hex())\n"
+    )
+    x, w = inputs(Case("int8", 3, 576, 96))
+    parts = w.values, w.scale
+    form = form_for(w)
+
+    def multiply(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
+        return call_form(form, x, replace(w, values=values, scale=scale), FLOAT32)
+
+    compiled = jax.jit(multiply).lower(x, *parts).compile()
+    kept = pickle.dumps((serialize(compiled), *jax.device_get((x, parts))))
+    done = subprocess.run([sys.executable, "-c", code], input=kept, check=True, capture_output=True)
+    assert bytes.fromhex(done.stdout.decode()) == call(x, w).tobytes()
