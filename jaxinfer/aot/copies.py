@@ -138,6 +138,8 @@ class _Trail:
             return out if i.opcode == "fusion" else (tuple(operands), out, NOTHING)
         if i.opcode.endswith("-done"):
             return _done(operands[0]) if operands else NOTHING
+        if i.opcode.endswith("-start") and isinstance(i.type, tuple):
+            return (tuple(operands), _all(operands), NOTHING)
         if i.opcode in ("gather", "dynamic-slice", "dynamic-update-slice", "scatter"):
             return operands[0]  # indices move nothing, and updates are new
         if i.opcode == "optimization-barrier":
@@ -159,7 +161,10 @@ class _Trail:
         if inner is None:
             if updated_in_place(computation, i) is not None:
                 return []
-            return i.arrays[:1] if i.opcode == "copy-start" else i.arrays
+            if i.opcode == "copy-start":
+                return i.arrays[:1]
+            is_started = i.opcode.endswith("-start") and isinstance(i.type, tuple) and len(i.type) > 1
+            return list(flatten(i.type[1])) if is_started else i.arrays
         root = inner.instructions[inner.root]
         results = [inner.instructions[name] for name in root.operands] if root.opcode == "tuple" else [root]
         kind = i.type if i.opcode == "fusion" or isinstance(i.type, Array) else i.type[1]

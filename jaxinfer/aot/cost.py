@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxinfer.aot.hlo import Array, Computation, Instruction, Module
+from jaxinfer.aot.hlo import Array, Computation, Instruction, Module, flatten
 
 COLLECTIVES = (
     "all-reduce",
@@ -106,6 +106,9 @@ def _bytes_of(module: Module, computation: Computation, i: Instruction) -> float
         )
         spaces = [a.space for a in (results if i.opcode == "fusion" else [])]
         return sum(reads) + _written(inner, spaces)
+    if i.opcode in ("slice-start", "dynamic-slice-start") and isinstance(i.type, tuple):
+        part = next(flatten(i.type[1]))
+        return part.size * part.bits / 8 + part.num_bytes
     if i.opcode in _SLICES:
         return 2 * results[0].num_bytes
     if i.opcode in ("dynamic-update-slice", "scatter"):

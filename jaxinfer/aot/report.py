@@ -93,7 +93,7 @@ def compile_step(
       workload: rows and tokens. attention, stack_size: as a run chooses them.
     """
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        sizes = stack_sizes(cfg, stack_size or default_stack_size(cfg))
+        sizes = stack_sizes(cfg, stack_size or default_stack_size(cfg), policy)
         width = workload.shape.width
         state = _place(
             (
@@ -143,7 +143,7 @@ def count_bytes(tree: Any) -> int:
 
 
 def stored_arguments(cfg: ModelConfig, params: Any, cache: Any) -> dict[str, Stored]:
-    """Returns the arguments of a step that are not to be copied, by `argument_name`: matrices and pages, no scales.
+    """Returns the arguments of a step that are not to be copied, by `argument_name`: matrices, pages and their scales.
 
     Args:
       cfg: the model. params: from `stacked_shapes`. cache: from `cache_shapes`.
@@ -154,15 +154,15 @@ def stored_arguments(cfg: ModelConfig, params: Any, cache: Any) -> dict[str, Sto
         if _last(path_name(path)) in small:
             continue
         values = leaf.values if isinstance(leaf, Quantized) else leaf
-        name = f"params{jax.tree_util.keystr(path)}{'.values' if isinstance(leaf, Quantized) else ''}"
-        layers = values.shape[0] if path_name(path).startswith("stacks.") else 1
-        out[clean_name(name)] = Stored(8 * values.dtype.itemsize, values.size // layers)
+        least = values.size // (values.shape[0] if path_name(path).startswith("stacks.") else 1)
+        # Scales count where they are repeated for every code.
+        for part, array in jax.tree_util.tree_leaves_with_path(leaf):
+            name = f"params{jax.tree_util.keystr(path)}{jax.tree_util.keystr(part)}"
+            out[clean_name(name)] = Stored(8 * array.dtype.itemsize, least)
     for number, pages in enumerate(cache):
-        for name in ("k", "v"):
-            pool = getattr(pages, name)
-            out[clean_name(f"cache[{number}].{name}")] = Stored(
-                8 * pool.dtype.itemsize, pool.size // pool.shape[0]
-            )
+        for part, pool in jax.tree_util.tree_leaves_with_path(pages):
+            name = f"cache[{number}]{jax.tree_util.keystr(part)}"
+            out[clean_name(name)] = Stored(8 * pool.dtype.itemsize, pool.size // pool.shape[0])
     return out
 
 
