@@ -14,24 +14,26 @@ from jaxinfer.arrays.account import tell_fitted, tell_weights
 from jaxinfer.arrays.backend import backend
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.arrays.quantized import is_quantized
+from jaxinfer.arrays.sharding import num_shards, parse_mesh
 from jaxinfer.arrays.specs import flatten_specs
 from jaxinfer.config import ModelConfig
+from jaxinfer.engine.calls import Buckets
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.host_pages import HostPages
-from jaxinfer.engine.runner import Buckets, DeviceRunner
+from jaxinfer.engine.runner import DeviceRunner
 from jaxinfer.hardware import describe_device, has_native_bfloat16, host_memory_bytes
 from jaxinfer.kernels.attention.api import choose_attention
 from jaxinfer.kernels.matmul.api import choose_matmul
-from jaxinfer.model.cache import copy_widths, describe_pages, init_cache, page_bytes
-from jaxinfer.model.decoder import Static, param_specs, stack_layers, stack_sizes, stacked_shapes
+from jaxinfer.model.cache import copy_widths, describe_pages, page_bytes
+from jaxinfer.model.decoder import Static, param_specs, stack_sizes
+from jaxinfer.model.layout import Layout, describe_layout, lay_out
 from jaxinfer.run_config import RunConfig
 from jaxinfer.schedule.limits import PreemptionMode, SchedulerConfig
 from jaxinfer.schedule.pages import PagePool
-from jaxinfer.schedule.prefix import PrefixCache
-from jaxinfer.schedule.scheduler import Scheduler
+from jaxinfer.schedule.shares import make_scheduler
 from jaxinfer.steps.compiled import StepTable
 from jaxinfer.steps.keep import ExecutableStore
-from jaxinfer.steps.slots import SlotCaps, init_slots
+from jaxinfer.steps.state import make_state, stack_params
 from jaxinfer.weights.fetch import default_cache_dir
 from jaxinfer.weights.model import Model, open_model
 
@@ -273,33 +275,34 @@ def build_engine(config: RunConfig, model: Model | None = None, say: Say = lambd
     policy, notes = model.settle(policy)
     for note in (*fitted, *notes, tell_weights(specs, policy), *warn_of_widening(policy)):
         say(note)
-    num_pages, max_len = plan_memory(config, cfg, policy, say)
-    buckets = choose_buckets(config, max_len)
-    chosen = pick_matmul(config, policy, 1, say)
-    static = Static(cfg, chosen, choose_attention(config.attention), max_len)
+    layout, num_shares = lay_over_mesh(config, cfg, policy, say)
+    share, own = (layout.local if layout else cfg), take_share(config, num_shares)
+    num_pages, max_len = plan_memory(own, share, policy, say)
+    buckets = choose_buckets(own, max_len).times(num_shares)
+    chosen = pick_matmul(config, policy, layout.mesh.size if layout else 1, say)
+    static = Static(share, chosen, choose_attention(config.attention), max_len)
     sizes = stack_sizes(cfg, config.stack_size or default_stack_size(cfg), policy)
-    cache = init_cache(cfg, policy, sizes, num_pages, config.page_size)
-    slots = init_slots(config.max_num_seqs, max_len, cfg.vocab_size, SlotCaps())
+    rows = config.max_num_seqs, max_len
+    shapes, cache, slots = make_state(cfg, policy, sizes, (num_pages, config.page_size), rows, layout)
     store = open_store(config.compile_cache, say)
-    shapes = stacked_shapes(cfg, policy, sizes)
-    each = page_bytes(cfg, policy, config.page_size)
+    each = page_bytes(layout.whole if layout else cfg, policy, config.page_size)
     num_host_pages = count_host_pages(config.host_cache_bytes, each)
     num_weights = sum(w.size for w in jax.tree.leaves(shapes["stacks"], is_leaf=is_quantized))
     preemption, why = choose_preemption(config, num_host_pages, each, num_weights)
     if num_host_pages:
         say(f"host cache: {num_host_pages} pages; preemption by {preemption} ({why})")
-    table = StepTable(static, shapes, cache, slots, store)
+    table = StepTable(static, shapes, cache, slots, store, layout.mesh if layout else None)
     extras = ["recall"] if config.enable_prefix_caching or num_host_pages else []
     extras += ["copies"] if num_host_pages else []
     with ThreadPoolExecutor(1) as pool:  # shapes are enough to compile: weights are read meanwhile
         compiling = pool.submit(table.compile, buckets.shapes(), config.draws, say, extras)
-        params = stack_layers(model.load(policy, None, None), sizes)
+        params = stack_params(model.load(policy, layout, None), sizes, layout)
         compiling.result()
     host_pages = HostPages(num_host_pages, copy_widths(cache), num_pages, table) if num_host_pages else None
     runner = DeviceRunner(params, cache, slots, table, buckets, host_pages)
-    pool = PagePool(num_pages, config.page_size)
-    prefix = PrefixCache(pool, num_host_pages, config.enable_prefix_caching)
-    scheduler = Scheduler(scheduler_config(config, buckets, max_len, preemption), pool, prefix)
+    limits = scheduler_config(config, buckets, max_len, preemption)
+    pools = [PagePool(num_pages, config.page_size) for _ in range(num_shares)]
+    scheduler = make_scheduler(limits, pools, config.enable_prefix_caching, num_host_pages)
     return Engine(
         scheduler,
         runner,
@@ -308,6 +311,48 @@ def build_engine(config: RunConfig, model: Model | None = None, say: Say = lambd
         eos_ids=model.defaults.eos_ids,
         draws=config.draws,
         check=slots.caps.check,
+    )
+
+
+def lay_over_mesh(config: RunConfig, cfg: ModelConfig, policy: Policy, say: Say) -> tuple[Layout | None, int]:
+    """Returns how a model lies over a run's mesh, None for one device, and into how many shares its rows are cut.
+
+    Raises:
+      ValueError: a mesh that there is not, or that the model or the run cannot have, and why.
+    """
+    mesh = parse_mesh(config.mesh)
+    if mesh is None:
+        return None, 1
+    if mesh.shape["stage"] > 1:
+        raise ValueError(
+            f"mesh: got {config.mesh!r}, but pipelines are not built; leave stage out, take tensor or data"
+        )
+    num = num_shards("rows", mesh=mesh)
+    wrong = {
+        "max_num_seqs": config.max_num_seqs % num > 0,
+        "num_decode_steps": num > 1 and config.num_decode_steps > 1,
+        "host_cache_bytes": num > 1 and read_bytes("host_cache_bytes", config.host_cache_bytes) > 0,
+        "prefill_buckets": any(rows % num for rows, _ in config.prefill_buckets),
+    }
+    for name in (name for name, is_wrong in wrong.items() if is_wrong):
+        raise ValueError(
+            f"{name}: got {getattr(config, name)!r} with mesh {config.mesh!r}, which cuts rows into {num} shares (data "
+            "times expert): they must divide max_num_seqs and the rows of prefill_buckets, and there are no steps of "
+            "several tokens and no host cache beside them"
+        )
+    layout = lay_out(cfg, policy, mesh)
+    say(describe_layout(layout, cfg) + (f"; {num} shares of rows and pages" if num > 1 else ""))
+    return layout, num
+
+
+def take_share(config: RunConfig, num_shares: int) -> RunConfig:
+    """Returns the run of one share of the rows."""
+    rows = config.max_num_seqs // num_shares
+    return replace(
+        config,
+        max_num_seqs=rows,
+        max_num_batched_tokens=max(-(-config.max_num_batched_tokens // num_shares), rows + 1),
+        prefill_buckets=tuple((rows // num_shares, tokens) for rows, tokens in config.prefill_buckets),
     )
 
 

@@ -33,6 +33,7 @@ class RunConfig:
       host_cache_bytes: memory of the host for pages that the device has no room for, such as ``1GiB``; 0 keeps none.
       preemption_mode: what becomes of a row that gives way: ``recompute``, ``swap`` (its pages go to the host), or
         ``auto``: the cheaper.
+      mesh: devices that share the work, such as ``tensor=4,data=2`` (`parse_mesh`); "" for one.
       attention: implementation name, or ``auto``.
       matmul: what multiplies int8 rows by codes: ``xla``, ``native`` (llvmlite and an x86 processor), or ``auto``.
       stack_size: layers a scan, 0 chooses by backend.
@@ -58,6 +59,7 @@ class RunConfig:
     enable_prefix_caching: bool = True
     host_cache_bytes: str | int = 0
     preemption_mode: str = "auto"
+    mesh: str = ""
     attention: str = "auto"
     matmul: str = "auto"
     stack_size: int = 0

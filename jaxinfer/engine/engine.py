@@ -25,10 +25,10 @@ from jaxinfer.schedule.plan import Plan
 from jaxinfer.schedule.request import FinishReason, Request, RequestRefused, Update
 from jaxinfer.schedule.sampling_params import DRAWS, SamplingParams
 from jaxinfer.schedule.scheduler import Scheduler
+from jaxinfer.schedule.shares import SharedScheduler
 from jaxinfer.text import Tokenizer
 
 _log = logging.getLogger(__name__)
-
 NUM_EXPLAINED = 1000  # requests, the latest, of which `explain_prefix` can tell
 
 
@@ -50,7 +50,7 @@ class Engine:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Scheduler | SharedScheduler,
         runner: Runner,
         tokenizer: Tokenizer,
         *,

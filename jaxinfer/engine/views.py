@@ -6,9 +6,10 @@ from jaxinfer.engine.metrics import EngineMetrics, EngineStats
 from jaxinfer.schedule.plan import Plan
 from jaxinfer.schedule.request import Request
 from jaxinfer.schedule.scheduler import Scheduler
+from jaxinfer.schedule.shares import SharedScheduler
 
 
-def read_stats(scheduler: Scheduler, num_queued: int, num_compilations: int) -> EngineStats:
+def read_stats(scheduler: Scheduler | SharedScheduler, num_queued: int, num_compilations: int) -> EngineStats:
     """Returns counts of this moment; ``num_queued`` sequences are on their way to the scheduler."""
     config, pool, host = scheduler.config, scheduler.pool, scheduler.prefix.host
     return EngineStats(
@@ -27,7 +28,7 @@ def read_stats(scheduler: Scheduler, num_queued: int, num_compilations: int) -> 
     )
 
 
-def count_step(metrics: EngineMetrics, plan: Plan, scheduler: Scheduler) -> None:
+def count_step(metrics: EngineMetrics, plan: Plan, scheduler: Scheduler | SharedScheduler) -> None:
     """Brings the totals up to date after a step."""
     metrics.num_steps += 1
     num_tokens = len(plan.decode) * plan.num_decode_steps + sum(len(piece.tokens) for piece in plan.prefill)

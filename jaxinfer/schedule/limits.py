@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxinfer.schedule.pages import PagePool
 from jaxinfer.schedule.policies import POLICIES
+from jaxinfer.schedule.request import RequestRefused, RequestSpec
 
 PreemptionMode = Literal["recompute", "swap"]
 
@@ -63,3 +65,33 @@ class SchedulerConfig:
                 raise ValueError(f"{name}: got {getattr(self, name)}, must be {above} and finite, in seconds")
         if self.preemption_mode not in ("recompute", "swap"):
             raise ValueError(f"preemption_mode: got {self.preemption_mode!r}, there are recompute and swap")
+
+
+def check_spec(spec: RequestSpec, config: SchedulerConfig, pool: PagePool) -> None:
+    """Refuses a request that could never run.
+
+    Args:
+      spec: of the request. config: limits. pool: the pages that it may have.
+
+    Raises:
+      RequestRefused: with what was got and what would fit.
+    """
+    num_prompt, max_len = len(spec.prompt), config.max_len
+    if not num_prompt:
+        raise RequestRefused("the prompt has no tokens; give at least one")
+    if num_prompt >= max_len or not 1 <= spec.max_new_tokens <= max_len - num_prompt:
+        raise RequestRefused(
+            f"the prompt has {num_prompt} tokens and {spec.max_new_tokens} more are asked for; at least 1 "
+            f"more and at most {max_len} together are possible: shorten the prompt or raise max_len"
+        )
+    needed = pool.pages_for(spec.num_positions)
+    if needed > pool.num_pages:
+        raise RequestRefused(
+            f"prompt and output of up to {spec.num_positions} cached tokens need {needed} pages, the pool "
+            f"has {pool.num_pages}; lower max_tokens, shorten the prompt or give the cache more memory"
+        )
+    if spec.priority and config.scheduling_policy != "priority":
+        raise RequestRefused(
+            f"priority: got {spec.priority}, but this run's scheduling_policy is "
+            f"{config.scheduling_policy}, which knows none; leave it out or run with priority"
+        )

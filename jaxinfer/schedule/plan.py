@@ -6,11 +6,15 @@ or preemption. A position is an index into prompt plus output, from 0.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxinfer.schedule.limits import SchedulerConfig
+from jaxinfer.schedule.pages import PagePool
 from jaxinfer.schedule.request import Pooling
 from jaxinfer.schedule.sampling_params import SamplingParams
 
@@ -78,6 +82,25 @@ class DecodeRow(NamedTuple):
     position: int
 
 
+@dataclass(frozen=True)
+class Seats:
+    """What schedulers of one engine share, each with slots of its own.
+
+    Attributes:
+      slots: that this one fills. page_table: of all slots, see `Plan`. serial: counts requests in the order they came.
+    """
+
+    slots: range
+    page_table: np.ndarray
+    serial: Iterator[int]
+
+
+def make_seats(config: SchedulerConfig, pool: PagePool) -> Seats:
+    """Returns the seats of a scheduler that shares nothing."""
+    shape = (config.max_num_seqs, pool.pages_for(config.max_len))
+    return Seats(range(config.max_num_seqs), np.full(shape, pool.num_pages, np.int32), count())
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One step: copies of pages, admissions, then decode rows and prefill pieces together.
@@ -88,8 +111,8 @@ class Plan:
       num_decode_steps: tokens that each decode row makes without return to the host; above 1 only when
         ``prefill`` is empty.
       page_table: int32 ``[max_num_seqs, max_pages]``, row = slot, entry i = page of positions ``i*Z .. i*Z+Z-1``,
-        ``num_pages`` (out of range) where there is none. It is the scheduler's own array: copy the rows that
-        are wanted before the next `Scheduler.schedule`.
+        counted in the slot's share of the pages, ``num_pages`` (out of range) where there is none. It is the
+        scheduler's own array: copy the rows that are wanted before the next `Scheduler.schedule`.
       saves: ``(page, host slot)`` copies to the host's memory, before anything else.
       loads: ``(host slot, page)`` copies back, after the saves.
     """

@@ -16,9 +16,9 @@ from operator import attrgetter
 
 import numpy as np
 
-from jaxinfer.schedule.limits import SchedulerConfig
+from jaxinfer.schedule.limits import SchedulerConfig, check_spec
 from jaxinfer.schedule.pages import PagePool
-from jaxinfer.schedule.plan import Admission, DecodeRow, Plan, PrefillPiece
+from jaxinfer.schedule.plan import Admission, DecodeRow, Plan, PrefillPiece, Seats, make_seats
 from jaxinfer.schedule.policies import POLICIES, Moment
 from jaxinfer.schedule.prefix import Match, PrefixCache
 from jaxinfer.schedule.request import FinishReason, Request, RequestRefused, RequestSpec, Update
@@ -33,13 +33,20 @@ class Scheduler:
       config: limits of a step, and the policy.
       pool: the pages, all free.
       prefix: the prefix cache over that pool, None for none.
+      seats: its part of what several schedulers share, None where there is one.
 
     Attributes:
       waiting, running: requests, the most important first (`Request.rank`).
       preemptions: rows that gave way, by what became of their pages: ``recompute`` or ``swap``.
     """
 
-    def __init__(self, config: SchedulerConfig, pool: PagePool, prefix: PrefixCache | None = None):
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: PagePool,
+        prefix: PrefixCache | None = None,
+        seats: Seats | None = None,
+    ):
         self.config = config
         self.pool = pool
         self.prefix = prefix or PrefixCache(pool, enabled=False)
@@ -48,14 +55,12 @@ class Scheduler:
         self.running: list[Request] = []
         self.preemptions: Counter[str] = Counter()
         self._live: dict[str, Request] = {}
-        self._free_slots = list(range(config.max_num_seqs))  # a heap: low slots first
-        shape = (config.max_num_seqs, pool.pages_for(config.max_len))
-        self._page_table = np.full(shape, pool.num_pages, np.int32)
-        self._planned: deque[tuple[int, list[Request]]] = (
-            deque()
-        )  # plans not committed, and their result rows
+        self._seats = seats or make_seats(config, pool)
+        self._free_slots = list(self._seats.slots)  # a heap: low slots first
+        self._page_table = self._seats.page_table
+        # Plans that are not committed, and their result rows.
+        self._planned: deque[tuple[int, list[Request]]] = deque()
         self._num_plans = 0
-        self._num_added = 0
 
     @property
     def has_work(self) -> bool:
@@ -73,25 +78,7 @@ class Scheduler:
         Raises:
           RequestRefused: with what was got and what would fit.
         """
-        num_prompt, max_len = len(spec.prompt), self.config.max_len
-        if not num_prompt:
-            raise RequestRefused("the prompt has no tokens; give at least one")
-        if num_prompt >= max_len or not 1 <= spec.max_new_tokens <= max_len - num_prompt:
-            raise RequestRefused(
-                f"the prompt has {num_prompt} tokens and {spec.max_new_tokens} more are asked for; at least 1 "
-                f"more and at most {max_len} together are possible: shorten the prompt or raise max_len"
-            )
-        needed = self.pool.pages_for(spec.num_positions)
-        if needed > self.pool.num_pages:
-            raise RequestRefused(
-                f"prompt and output of up to {spec.num_positions} cached tokens need {needed} pages, the pool "
-                f"has {self.pool.num_pages}; lower max_tokens, shorten the prompt or give the cache more memory"
-            )
-        if spec.priority and self.config.scheduling_policy != "priority":
-            raise RequestRefused(
-                f"priority: got {spec.priority}, but this run's scheduling_policy is "
-                f"{self.config.scheduling_policy}, which knows none; leave it out or run with priority"
-            )
+        check_spec(spec, self.config, self.pool)
 
     def add(self, spec: RequestSpec) -> Request:
         """Puts a request in the queue, after those that are as important.
@@ -102,12 +89,22 @@ class Scheduler:
         self.check(spec)
         if spec.request_id in self._live:
             raise RequestRefused(f"request_id {spec.request_id!r} is in use")
-        rank = self.policy.rank(spec, self.config.ageing), self._num_added
-        request = Request(spec, rank=rank)
-        self._num_added += 1
-        self._live[spec.request_id] = request
+        return self.enqueue(self.make_request(spec))
+
+    def make_request(self, spec: RequestSpec) -> Request:
+        """Returns a request that came now and is in no queue."""
+        return Request(spec, rank=(self.policy.rank(spec, self.config.ageing), next(self._seats.serial)))
+
+    def enqueue(self, request: Request) -> Request:
+        """Puts a request in the queue, after those that are as important."""
+        self._live[request.spec.request_id] = request
         insort(self.waiting, request, key=_rank)
         return request
+
+    def release(self, request: Request) -> Request:
+        """Takes a request out of the queue, for another scheduler of the same seats."""
+        self.waiting.remove(request)
+        return self._live.pop(request.spec.request_id)
 
     def schedule(self, now: float = 0.0) -> Plan | None:
         """Makes the next plan.
@@ -187,13 +184,18 @@ class Scheduler:
         self.pool.check_conserved(request.pages for request in self.running)
         self.prefix.check_invariants()
         slots = sorted([request.slot for request in self.running] + self._free_slots)
-        if slots != list(range(self.config.max_num_seqs)):
+        if slots != list(self._seats.slots):
             raise RuntimeError(f"slots held and free are {slots}")
         table = np.full_like(self._page_table, self.pool.num_pages)
         for request in self.running:
             table[request.slot, : len(request.pages)] = request.pages
-        if not np.array_equal(table, self._page_table):
-            raise RuntimeError(f"page table {self._page_table} should be {table}")
+        if not np.array_equal(table[slots], self._page_table[slots]):
+            raise RuntimeError(f"page table {self._page_table[slots]} should be {table[slots]}")
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that nobody holds."""
+        return len(self._free_slots)
 
     def _candidates(self, now: float) -> Sequence[Request]:
         """Who is offered a row, in order; nobody when there is none."""

@@ -19,7 +19,6 @@ step. Example (it runs, see tests/steps/test_example.py)::
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -27,7 +26,6 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxinfer.arrays.sharding import shard_index
 from jaxinfer.model.cache import KVCache, init_cache
 from jaxinfer.model.decoder import Block, Static, forward, unembed
 from jaxinfer.steps.sampling import Sampled, TokenLogprobs, greedy, sample, token_logprobs
@@ -166,7 +164,6 @@ def forward_step(
         slots = _write_prompt(slots, block, slot)
         blocks.append(block)
         rows.append(_draw_rows(block, slot, (block.length > 0) & (following < 0)))
-    blocks = [replace(b, pages=b.pages - shard_index("pages") * cache[0].num_pages) for b in blocks]
     x, cache = forward(params, cache, blocks, static)
     sizes = [block.tokens.size for block in blocks]
     streams = jnp.split(x, list(accumulate(sizes))[:-1])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxinfer.engine.runner import Buckets, pack_decode, pack_prefill, split_plan
+from jaxinfer.engine.calls import Buckets, pack_decode, pack_prefill, place_rows, split_plan
 from jaxinfer.schedule.plan import DecodeRow, Plan, PrefillPiece
 
 BUCKETS = Buckets(decode=(2, 4, 8), prefill=((1, 16), (4, 16), (1, 64)), width=6, mixed=(8,), num_steps=4)
@@ -101,3 +103,25 @@ def test_packing_copies_the_table_that_the_scheduler_goes_on_writing():
     table[:] = -1
     np.testing.assert_array_equal(decode[0, 3:], TABLE[0])
     np.testing.assert_array_equal(prefill[0, 8:], TABLE[0])
+
+
+def test_rows_of_shares_lie_in_their_shares():
+    """Two shares of two slots: a call's rows lie half and half, and each share fills its own half."""
+    rows = [DecodeRow(slot, f"r{slot}", slot) for slot in (0, 2, 3)]
+    assert place_rows(rows, 4, 4, 2) == (0, 2, 3)
+    packed = pack_decode(rows, 4, TABLE[:4], 2).packed
+    np.testing.assert_array_equal(packed[:, 0], [0, 4, 2, 3])
+    np.testing.assert_array_equal(packed[:, 2], [1, 0, 1, 1])
+
+
+def test_a_call_holds_as_many_rows_as_its_fullest_share():
+    plan = make_plan(0, [4, 4, 4])
+    plan = replace(
+        plan, prefill=tuple(replace(p, slot=i) for i, p in enumerate(plan.prefill)), page_table=TABLE[:8]
+    )
+    buckets = Buckets((2, 4), ((2, 8),), 4)
+    calls = split_plan(plan, buckets, 2)
+    assert [[piece.slot for piece in call.prefill] for call in calls] == [[0], [1], [2]]
+    decode = tuple(DecodeRow(slot, "r", 1) for slot in (0, 1, 4))
+    (call,) = split_plan(replace(plan, prefill=(), decode=decode), buckets, 2)
+    assert call.shape.decode == 4

@@ -1,0 +1,61 @@
+"""What lies on the devices of a run, with a mesh and without: descriptions of the weights, the cache and the slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from jaxinfer.arrays.precision import Policy
+from jaxinfer.arrays.sharding import num_shards
+from jaxinfer.config import ModelConfig
+from jaxinfer.model.cache import KVCache, init_cache
+from jaxinfer.model.decoder import stack_layers, stacked_shapes
+from jaxinfer.model.layout import Layout, describe_params, make_cache, stack_shares
+from jaxinfer.steps.slots import SlotCaps, Slots, init_slots
+
+
+class State(NamedTuple):
+    """The state of a run before its weights are there.
+
+    Attributes:
+      shapes: of the weights, as `stacked_shapes` gives them. cache: empty pages. slots: that ask for nothing.
+    """
+
+    shapes: dict[str, Any]
+    cache: KVCache
+    slots: Slots
+
+
+def make_state(
+    cfg: ModelConfig,
+    policy: Policy,
+    sizes: Sequence[int],
+    pages: tuple[int, int],
+    slots: tuple[int, int],
+    layout: Layout | None = None,
+) -> State:
+    """Returns the state of a run.
+
+    Args:
+      cfg: the model. policy: number formats. sizes: layers in each stack.
+      pages: P and Z, of each share of the rows. slots: R and S, of all together.
+      layout: over the mesh, None for the default device.
+    """
+    num_pages, page_size = pages
+    if layout is None:
+        cache = init_cache(cfg, policy, sizes, num_pages, page_size)
+        return State(
+            stacked_shapes(cfg, policy, sizes), cache, init_slots(*slots, cfg.vocab_size, SlotCaps())
+        )
+    num = num_shards("rows", mesh=layout.mesh)
+    cache = make_cache(layout, policy, sizes, num * num_pages, page_size)
+    empty = init_slots(*slots, cfg.vocab_size, SlotCaps(), num, layout.sharding("rows"))
+    return State(describe_params(layout, cfg, policy, sizes), cache, empty)
+
+
+def stack_params(
+    params: dict[str, Any], sizes: Sequence[int], layout: Layout | None = None
+) -> dict[str, Any]:
+    """Returns parameters in stacks, each device stacking its own shares; see `stack_layers`."""
+    return stack_layers(params, sizes, None if layout is None else partial(stack_shares, layout))
