@@ -169,3 +169,4 @@ class Format:
 
 
 FLOAT32 = Format("float32")
+BFLOAT16 = Format("bfloat16")

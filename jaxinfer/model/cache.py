@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxinfer.arrays.formats import Format
+from jaxinfer.arrays.formats import BFLOAT16, Format
 from jaxinfer.arrays.pages import encode, group_size, scale_dtype, stored_dtype, token_widths
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.config import ModelConfig
@@ -101,7 +101,7 @@ def describe_pages(cfg: ModelConfig, policy: Policy) -> str:
     fmt = policy.kv
     if fmt.is_plain:
         return str(fmt)
-    plain, coded = (page_bytes(cfg, replace(policy, kv=each), 1) for each in (Format("bfloat16"), fmt))
+    plain, coded = (page_bytes(cfg, replace(policy, kv=each), 1) for each in (BFLOAT16, fmt))
     group = group_size(fmt, cfg.attention.head_dim)
     return f"{fmt} ({scale_dtype(fmt)} scales, one for {group} numbers; {plain / coded:.2f} times bfloat16's tokens)"
 
