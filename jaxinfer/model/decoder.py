@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxinfer.arrays.formats import Format
-from jaxinfer.arrays.pages import rotate, rotates_keys
+from jaxinfer.arrays.pages import rotates_keys, turn
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.arrays.quant import linear, take_rows
 from jaxinfer.arrays.quantized import abstract
@@ -368,7 +368,7 @@ def _layer(
     if angles is not None:
         q, k = apply_rope(q, *angles), apply_rope(k, *angles)
     if rotates_keys(policy.kv):
-        q, k = rotate(q), rotate(k)
+        q, k = turn(q, k, p["attn"].get("q_norm"), p["attn"].get("k_norm"))
     pages = write_pages(pages, index, slots, k, v)
     kv = PagedKV(pages.k, pages.v, pages.k_scale, pages.v_scale, index, pages.format)
     heads = []

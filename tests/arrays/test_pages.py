@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.arrays.formats import Format
-from jaxinfer.arrays.pages import decode, encode, group_size, read_codes, rotate
+from jaxinfer.arrays.pages import decode, encode, group_size, read_codes, rotate, turn
 
 ENCODE = jax.jit(encode, static_argnums=1)
 FLOATS = {
@@ -74,6 +74,15 @@ def test_rotated_queries_meet_rotated_keys_as_before(head_dim: int):
         (np.asarray(rotate(jnp.asarray(q))) * turned).sum(-1), (q * k).sum(-1), atol=1e-3
     )
     assert np.abs(turned).max() < 0.5 * 50
+
+
+def test_balanced_scores_are_the_same_and_need_no_norms():
+    q, k, norms = np.split(np.random.default_rng(3).standard_normal((14, 64)).astype(np.float32), (6, 12))
+    q, k, norms = jnp.asarray(q)[:, None], jnp.asarray(k)[:, None], jnp.asarray(norms).at[:, 5].set(0)
+    for given in ((norms[0], norms[1]), (None, None)):
+        new_q, new_k = turn(q, k, *given)
+        np.testing.assert_allclose((new_q * new_k).sum(-1), (q * k).sum(-1), atol=1e-3)
+        assert not np.allclose(new_k, k, atol=0.1)
 
 
 def test_pages_of_another_format_are_refused():

@@ -1,0 +1,133 @@
+"""KV pages of few bits through whole engines: the same tokens however they travel, more rows, and what they cost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxinfer.engine.outputs import RequestOutput
+from jaxinfer.llm import LLM
+from jaxinfer.schedule.sampling_params import SamplingParams
+from tests.acceptance.conftest import open_toy
+from tests.acceptance.engines import TOY_VOCAB, renew
+from tests.acceptance.mixed import logprobs_of, tokens_of
+
+DATA = Path(__file__).parent.parent / "data"
+SLOW = pytest.mark.slow
+FORMATS = [
+    "int8",
+    *(pytest.param(kv, marks=SLOW) for kv in ("fp8_e4m3", "fp8_e5m2", "int4", "mxfp4", "nvfp4")),
+]
+PARAMS = SamplingParams(temperature=0, ignore_eos=True, max_tokens=24, logprobs=2)
+# A number that lies on the edge of two codes may take either, a step of its scale apart: far below a logit of TOY's.
+BOUND = 0.02
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def coded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """TOY in float32 over coded pages."""
+    return open_toy(
+        tmp_path_factory.mktemp("toy"), policy=f"kv={request.param},compute=float32", draws=["sample"]
+    )
+
+
+def make_prompts() -> list[list[int]]:
+    """Sixteen prompts, four of each stem."""
+    rng = np.random.default_rng(4)
+    stems = rng.integers(3, TOY_VOCAB, (4, 40))
+    return [
+        [*map(int, stems[i % 4][: 20 + i]), *map(int, rng.integers(3, TOY_VOCAB, 1 + i))] for i in range(16)
+    ]
+
+
+def assert_near(ours: list[RequestOutput], theirs: list[RequestOutput]) -> None:
+    """Tokens are equal in all requests but one, and log-probabilities within `BOUND` where they are."""
+    unlike = 0
+    for one, two in zip(ours, theirs, strict=True):
+        if tokens_of(one) != tokens_of(two):
+            unlike += 1
+            continue
+        for mine, other in zip(logprobs_of(one), logprobs_of(two), strict=True):
+            np.testing.assert_allclose(mine, other, atol=BOUND)
+    assert unlike <= 1
+
+
+def test_coded_pages_may_be_shared_swapped_and_cut(coded: LLM):
+    """Batch = solo, chunked = whole, prefix hit = cold, swap = recompute = the host's tier."""
+    prompts = make_prompts()
+    alone = [renew(coded, prefix_caching=False).generate([prompt], PARAMS)[0] for prompt in prompts]
+    for limits in (
+        {"prefix_caching": False},
+        {},
+        {"max_num_batched_tokens": 16},
+        {"num_pages": 12, "preemption_mode": "recompute"},
+        {"num_pages": 12, "preemption_mode": "swap", "host_pages": 30, "prefix_caching": False},
+        {"num_pages": 12, "host_pages": 30},
+    ):
+        llm = renew(coded, **limits)
+        assert_near(llm.generate(prompts, PARAMS), alone)
+        assert llm.engine.scheduler.pool.num_used == 0
+        if limits.get("preemption_mode") == "swap":
+            assert llm.engine.metrics.preemptions["swap"] > 0
+
+
+def test_the_same_bytes_run_twice_the_rows(tmp_path_factory: pytest.TempPathFactory):
+    """Nine pages of bfloat16 hold two rows of four pages; as int8, with its scales, they hold four."""
+    most = {}
+    for kv in ("bfloat16", "int8"):
+        said: list[str] = []
+        llm = open_toy(
+            tmp_path_factory.mktemp("toy"),
+            policy=f"kv={kv},compute=float32",
+            kv_memory=f"{9 * 2 * 2 * 16 * 2 * 16 * 2} B",  # pages, K and V, layers, tokens, kv heads, numbers, bytes
+            max_num_seqs=4,
+            max_model_len=64,
+            host_cache_bytes=0,
+            draws=["greedy"],
+            say=said.append,
+        )
+        assert any(line.startswith(f"KV cache {kv}") for line in said)
+        engine = llm.engine
+        for i in range(4):
+            engine.submit([3 + i] * 50, SamplingParams(temperature=0, ignore_eos=True, max_tokens=14))
+        running = []
+        while engine.has_work:
+            engine.step()
+            running.append(len(engine.scheduler.running))
+        most[kv] = max(running), engine.scheduler.pool.num_pages
+    assert most["bfloat16"] == (2, 9)
+    assert most["int8"][0] == 4
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("kv", "percent"),
+    [("int8", 0.5), ("fp8_e4m3", 0.5), ("fp8_e5m2", 5), ("int4", 25), ("mxfp4", 60), ("nvfp4", 25)],
+)
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+def test_perplexity_stays_near_that_of_bfloat16(
+    name: str, kv: str, percent: float, request: pytest.FixtureRequest
+):
+    """Of 2,000 tokens of text; 4 bits lose what is printed."""
+    path = request.getfixturevalue(f"{name}_gguf")
+    ids = json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))["score"]["ids"]
+
+    def perplexity(kv: str) -> float:
+        settings = {"max_num_seqs": 2, "max_model_len": 2048, "kv_memory": "130 pages"}
+        llm = LLM(
+            str(path),
+            policy=f"bfloat16,kv={kv}",
+            **settings,
+            max_num_batched_tokens=512,
+            prefill_buckets=[[1, 512]],
+        )
+        return llm.score(ids).perplexity
+
+    plain, coded = perplexity("bfloat16"), perplexity(kv)
+    print(
+        f"{name} kv={kv}: perplexity {coded:.4f}, {100 * (coded / plain - 1):+.2f} % of bfloat16's {plain:.4f}"
+    )
+    assert coded <= plain * (1 + percent / 100)
