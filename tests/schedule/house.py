@@ -12,6 +12,7 @@ from jaxinfer.schedule.prefix import PrefixCache
 from jaxinfer.schedule.request import Request, RequestSpec
 from jaxinfer.schedule.sampling_params import SamplingParams
 from jaxinfer.schedule.scheduler import Scheduler
+from jaxinfer.schedule.shares import SharedScheduler
 from tests.schedule.fake_device import FakeDevice, solo
 
 PAGE = 4
@@ -39,7 +40,7 @@ def spec(request_id: str, num_prompt: int = 3, num_new: int = 4, **fields) -> Re
 class House:
     """A scheduler and a fake device, with commits ``lag`` plans late."""
 
-    def __init__(self, scheduler: Scheduler, *, lag: int = 1):
+    def __init__(self, scheduler: Scheduler | SharedScheduler, *, lag: int = 1):
         self.scheduler = scheduler
         self.device = FakeDevice(
             scheduler.config.max_num_seqs,

@@ -10,6 +10,7 @@ from jaxinfer.schedule.policies import POLICIES
 from jaxinfer.schedule.request import Request, RequestSpec
 from jaxinfer.schedule.sampling_params import SamplingParams
 from jaxinfer.schedule.scheduler import Scheduler
+from jaxinfer.schedule.shares import SharedScheduler
 from tests.schedule.fake_device import EOS, VOCAB
 from tests.schedule.house import PAGE, House, expected, make, spec
 
@@ -287,7 +288,7 @@ def random_spec(rng: random.Random, index: int, house: House, stems: Sequence[Se
     )
 
 
-def check_budget(scheduler: Scheduler, plan: Plan) -> None:
+def check_budget(scheduler: Scheduler | SharedScheduler, plan: Plan) -> None:
     prefill = sum(len(piece.tokens) for piece in plan.prefill)
     assert 0 < len(plan.decode) + prefill <= scheduler.config.max_num_batched_tokens
     if plan.decode and scheduler.config.mixed_prefill_tokens:

@@ -45,8 +45,9 @@ def make(
 
 def open_house(scheduler: SharedScheduler, lag: int = 1) -> House:
     house = House(scheduler, lag=lag)
-    house.device.__class__ = SharedDevice
-    house.device.shares = scheduler
+    device = SharedDevice(scheduler.config.max_num_seqs, scheduler.pool.num_pages, PAGE, 0)
+    device.shares = scheduler
+    house.device = device
     return house
 
 

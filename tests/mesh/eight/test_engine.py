@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxinfer.engine.runner import DeviceRunner
 from jaxinfer.llm import LLM
 from jaxinfer.schedule.sampling_params import SamplingParams
 from tests.acceptance.engines import write_toy
@@ -50,9 +51,10 @@ def make_params(i: int, greedy: bool) -> SamplingParams:
 
 
 def generate(folder: Path, case: str, mesh: str, num_pages: int, greedy: bool) -> tuple[list[list[int]], LLM]:
-    draws = {"draws": ["greedy"]} if greedy else {}
+    draws: dict[str, Any] = {"draws": ["greedy"]} if greedy else {}
     llm = LLM(str(folder), mesh=mesh, kv_memory=f"{num_pages} pages", **(SETTINGS | draws))
     outputs = llm.generate(make_prompts(), [make_params(i, greedy) for i in range(NUM_PROMPTS)])
+    assert isinstance(llm.engine.runner, DeviceRunner)
     assert llm.engine.runner.compilations == []
     llm.engine.scheduler.check_invariants()
     return [list(output.outputs[0].token_ids) for output in outputs], llm

@@ -75,9 +75,10 @@ def make_params(cfg: ModelConfig, policy: Policy, layout: Layout | None) -> Any:
         w = x.astype(fmt.dtype) if fmt.is_plain else quantize(x, spec, fmt)
         if layout is None:
             return jax.tree.map(jnp.asarray, w)
+        mesh = layout.mesh
 
         def put(part: np.ndarray) -> jax.Array:
-            return jax.device_put(part, NamedSharding(layout.mesh, partition(spec.axes, part.shape)))
+            return jax.device_put(part, NamedSharding(mesh, partition(spec.axes, part.shape)))
 
         return jax.tree.map(put, layout.fill(spec, w))
 
