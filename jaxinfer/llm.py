@@ -25,6 +25,7 @@ from jaxinfer.engine.outputs import Delta, RequestOutput
 from jaxinfer.schedule.request import Pooling
 from jaxinfer.schedule.sampling_params import SamplingParams
 from jaxinfer.text import Tokenizer, encode_chat
+from jaxinfer.text.windows import cut_windows
 from jaxinfer.weights.model import Model, open_model
 
 _log = logging.getLogger("jaxinfer")
@@ -347,8 +348,7 @@ class LLM(_Door):
                 f"max_model_len: got {self.max_model_len}, scoring needs at least {2 + len(bos)}: a token, the one "
                 "that a request makes, and BOS where the text has it"
             )
-        body = ids[len(bos) :]
-        windows = [bos + body[at : at + length] for at in range(0, len(body), length)]
+        windows = cut_windows(ids, length, self.engine.tokenizer.bos_id)
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         logprobs: list[float | None] = [None] * len(bos)
         for window, output in zip(windows, self.engine.generate(windows, params), strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -36,6 +37,35 @@ def quantize(x: np.ndarray, spec: ParamSpec, fmt: Format) -> Quantized:
     return Quantized(*joined, format=fmt)
 
 
+def requantize(x: np.ndarray, like: Quantized) -> Quantized:
+    """Returns a weight in the codes nearest to it under scales that are given.
+
+    Args:
+      x: ``[*out, *in]``, finite. like: numpy components of that shape; its scales, offsets and format are kept.
+    """
+    fmt = like.format
+    grouped = np.asarray(x, np.float32).reshape(*like.scale.shape, -1)
+    scale, offset = wide_scales(like)
+    codes = round_codes(_divide(grouped - offset[..., None], scale[..., None]), fmt).reshape(x.shape)
+    if fmt.bits == 4:
+        codes = codes[..., ::2] & 15 | codes[..., 1::2] << 4
+    return replace(like, values=codes)
+
+
+def snap(x: np.ndarray, fmt: Format) -> np.ndarray:
+    """Returns the numbers that a format's codes stand for which are nearest to ``x``, float32."""
+    if fmt.is_integer:
+        return np.rint(x).clip(*_code_range(fmt))
+    codes = round_codes(x, fmt)
+    return (codes.view(ml_dtypes.float4_e2m1fn) if fmt.bits == 4 else codes).astype(np.float32)
+
+
+def wide_scales(w: Quantized) -> tuple[np.ndarray, np.ndarray]:
+    """Returns what multiplies a weight's codes on the host, and what is added then, float32, shaped as its scale."""
+    scale = _wide(w.scale, w.format) * (1 if w.outer is None else w.outer)
+    return scale, np.zeros_like(scale) if w.offset is None else w.offset.astype(np.float32)
+
+
 def _quantize(x: np.ndarray, num_in: int, fmt: Format) -> tuple[np.ndarray | None, ...]:
     """Returns the components of some outputs: values, scale, offset, outer."""
     y = np.asarray(x, np.float32)
@@ -54,18 +84,19 @@ def _quantize(x: np.ndarray, num_in: int, fmt: Format) -> tuple[np.ndarray | Non
         most = np.abs(y).max(axis=tuple(range(len(out), y.ndim)), keepdims=True)
         outer = _power_of_two(most / (fmt.largest * float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)))
         grouped = _divide(grouped, outer[..., None])
-    scale, offset = _scales(grouped, fmt)
-    codes = _round(_divide(grouped - (0 if offset is None else _wide(offset, fmt)), _wide(scale, fmt)), fmt)
+    scale, offset = scales_between(grouped.min(-1, keepdims=True), grouped.max(-1, keepdims=True), fmt)
+    codes = round_codes(
+        _divide(grouped - (0 if offset is None else _wide(offset, fmt)), _wide(scale, fmt)), fmt
+    )
     codes = codes.reshape(y.shape)
     if fmt.bits == 4:
         codes = codes[..., ::2] & 15 | codes[..., 1::2] << 4
     return codes, scale.reshape(kept), None if offset is None else offset.reshape(kept), outer
 
 
-def _scales(x: np.ndarray, fmt: Format) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns the scales of the groups of ``x [..., group]`` as they are stored, ``[..., 1]``, and their offsets."""
+def scales_between(low: np.ndarray, high: np.ndarray, fmt: Format) -> tuple[np.ndarray, np.ndarray | None]:
+    """Returns the scales of groups of numbers from ``low`` to ``high``, and their offsets, as they are stored."""
     dtype = np.dtype(scale_dtype(fmt))
-    low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
     if fmt.offset:
         steps = 2**fmt.bits - 1
         scale = _narrow(high / steps - low / steps, dtype)
@@ -104,15 +135,18 @@ def _divide(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return np.where(usable, x, 0) / np.where(usable, scale, 1)
 
 
-def _round(x: np.ndarray, fmt: Format) -> np.ndarray:
+def round_codes(x: np.ndarray, fmt: Format) -> np.ndarray:
     """Returns the codes nearest to ``x``, ties to even: int8, uint8 with 4 bits each, or fp8."""
     if fmt.is_integer:
-        if fmt.offset:
-            low, high = (0, 15) if fmt.bits == 4 else (-128, 127)
-        else:
-            low, high = (-8, 7) if fmt.bits == 4 else (-127, 127)
-        return np.rint(x).clip(low, high).astype(np.int8).view(np.dtype(fmt.dtype))
+        return np.rint(x).clip(*_code_range(fmt)).astype(np.int8).view(np.dtype(fmt.dtype))
     x = x.clip(-fmt.largest, fmt.largest)
     return (
         x.astype(ml_dtypes.float4_e2m1fn).view(np.uint8) if fmt.bits == 4 else x.astype(np.dtype(fmt.dtype))
     )
+
+
+def _code_range(fmt: Format) -> tuple[int, int]:
+    """Returns the least and the largest code of integers."""
+    if fmt.offset:
+        return (0, 15) if fmt.bits == 4 else (-128, 127)
+    return (-8, 7) if fmt.bits == 4 else (-127, 127)

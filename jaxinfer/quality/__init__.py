@@ -1,0 +1,1 @@
+"""How well a model in few bits does: measured against a reference, and made better by calibration."""
