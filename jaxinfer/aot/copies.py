@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxinfer.aot.cost import fused, updated_in_place
-from jaxinfer.aot.hlo import Array, Computation, Instruction, Module, flatten
+from jaxinfer.aot.hlo import Array, Computation, Instruction, Module, Type, flatten
 
 # What computes something else of its operands, so that no copy of them comes out.
 _ENDS = frozenset(
@@ -77,7 +77,7 @@ def find_copies(module: Module, stored: Mapping[str, Stored]) -> list[Copy]:
 def argument_name(parameter: Instruction) -> str:
     """Returns an entry parameter's name, in letters, digits and underscores: ``params__embed____tokens__``."""
     noted = re.search(r'op_name="([^"]*)"', parameter.attributes)
-    return clean_name(noted.group(1).replace("\\", "") if noted else parameter.name.rpartition(".")[0])
+    return clean_name(noted.group(1).replace("\\", "") if noted else re.sub(r"\.\d+$", "", parameter.name))
 
 
 def clean_name(name: str) -> str:
@@ -163,11 +163,10 @@ class _Trail:
                 return []
             if i.opcode == "copy-start":
                 return i.arrays[:1]
-            is_started = i.opcode.endswith("-start") and isinstance(i.type, tuple) and len(i.type) > 1
-            return list(flatten(i.type[1])) if is_started else i.arrays
+            return list(flatten(_started(i.type))) if i.opcode.endswith("-start") else i.arrays
         root = inner.instructions[inner.root]
         results = [inner.instructions[name] for name in root.operands] if root.opcode == "tuple" else [root]
-        kind = i.type if i.opcode == "fusion" or isinstance(i.type, Array) else i.type[1]
+        kind = i.type if i.opcode == "fusion" else _started(i.type)
         nothing = Array("token", (0,))
         return [
             nothing if updated_in_place(inner, result) is not None else array
@@ -181,9 +180,11 @@ class _Trail:
             flow = flow[1]
         flows = list(flow) if isinstance(flow, tuple) else [flow] * len(arrays)
         for array, each in zip(arrays, flows, strict=False):
-            for name in _all([each]):
+            origins = _all([each])
+            least = max((self._stored[name].least for name in origins), default=0)
+            for name in origins:  # of codes and their scales it is the codes that are copied
                 stored = self._stored[name]
-                if array.space == 0 and array.size >= stored.least:
+                if array.space == 0 and array.size >= stored.least == least:
                     self._found[i.name, name] = Copy(name, i.name, array, array.bits > stored.bits)
 
 
@@ -204,6 +205,11 @@ def _join(flows: Sequence[Flow]) -> Flow:
         else:
             first = _all([first, other])
     return first
+
+
+def _started(kind: Type) -> Type:
+    """Returns the type of the result of what is started, of ``(operands, result, ...)``."""
+    return kind[1] if isinstance(kind, tuple) and len(kind) > 1 else kind
 
 
 def _done(flow: Flow) -> Flow:

@@ -26,7 +26,6 @@ FREE = frozenset(
     add-dependency iota""".split()  # noqa: SIM905
 )
 _SLICES = ("dynamic-slice", "slice", "gather")
-_ALIASES = ("bitcast", "reshape", "copy", "convert")
 
 
 @dataclass
@@ -123,26 +122,37 @@ def _is_on_chip(i: Instruction) -> bool:
 
 def _read(module: Module, inner: Computation, parameter: Instruction) -> float:
     """Returns the bytes of a parameter that a fusion reads: all, or only what it slices, nothing that it replaces."""
-    total = 0.0
+    total, bits = 0.0, parameter.arrays[0].bits
+    whole = sum(a.size * a.bits / 8 for a in parameter.arrays)
     names = [parameter.name]
     while names:
         name = names.pop()
+        if name == inner.root:
+            return whole
         for user in inner.instructions.values():
             if name not in user.operands:
                 continue
             place = user.operands.index(name)
-            if user.opcode in ("bitcast", "reshape"):
+            if _only_moves(module, user):  # a slice may follow
                 names.append(user.name)
             elif user.opcode in _SLICES and place == 0:
-                total += user.arrays[0].size * user.arrays[0].bits / 8
+                total += user.arrays[0].size * bits / 8
             elif user.opcode in ("dynamic-update-slice", "scatter") and place == 0:
                 continue
             elif (nested := fused(module, user)) is not None:
                 total += _read(module, nested, nested.parameters[place])
             else:
-                return sum(a.size * a.bits / 8 for a in parameter.arrays)
-    whole = sum(a.size * a.bits / 8 for a in parameter.arrays)
+                return whole
     return min(total, whole)
+
+
+def _only_moves(module: Module, i: Instruction) -> bool:
+    """Returns whether an instruction of a fusion gives its operand in another form, all of it where all is wanted."""
+    if (nested := fused(module, i)) is not None:
+        return len(i.operands) == 1 and all(
+            _only_moves(module, each) for each in nested.instructions.values()
+        )
+    return i.opcode in ("parameter", "bitcast", "reshape", "convert", "bitcast-convert", "copy", "transpose")
 
 
 def _written(inner: Computation, spaces: list[int]) -> float:

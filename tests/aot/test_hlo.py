@@ -104,6 +104,38 @@ def test_a_batch_of_products_counts_as_its_products():
     assert measure(parse(text)).flops == 8 * 2 * 4 * 6 * 16
 
 
+@pytest.mark.parametrize(
+    ("rest", "moved"),
+    [
+        (
+            "ROOT %out = f32[1,64]{1,0} dynamic-slice(%wide, %i, %i), dynamic_slice_sizes={1,64}",
+            64 + 4 + 4 * 64,
+        ),
+        ("ROOT %out = f32[32,64]{1,0} bitcast(%wide)", 32 * 64 + 4 + 4 * 32 * 64),
+    ],
+    ids=["sliced", "whole"],
+)
+def test_a_fusion_reads_what_it_slices_also_behind_a_conversion(rest, moved):
+    result = rest.split(" = ")[1].split("{")[0]
+    text = f"""%inner (p: s8[32,64], i: s32[]) -> {result} {{
+  %p = s8[32,64]{{1,0}} parameter(0)
+  %i = s32[] parameter(1)
+  %wide = f32[32,64]{{1,0}} convert(%p)
+  {rest}
+}}
+
+ENTRY %main (p: s8[32,64], i: s32[]) -> {result} {{
+  %p = s8[32,64]{{1,0}} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %out = {result}{{1,0}} fusion(%p, %i), kind=kLoop, calls=%inner
+}}
+"""
+    cost = measure(parse(text))
+    assert moved - 4 <= cost.num_bytes <= moved  # the index may go unread
+    found = find_copies(parse(text), {"p": Stored(8, 32 * 64)})
+    assert len(found) == ("32,64" in result)
+
+
 def test_text_without_a_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
         parse("HloModule nothing\n")
