@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from jaxinfer.weights.model import Model
 
 _FLAGS = ("url", "requests", "arrivals", "input_len", "output_len", "slo", "repeat")
-_PICTURES = (".png", ".svg", ".pdf")
+PICTURES = (".png", ".svg", ".pdf")
 _LEAST_LEN = 512
 
 
@@ -69,7 +69,7 @@ def main(args: Sequence[str]) -> int:
     given = {name: flags[name] for name in _FLAGS if flags[name] not in (None, [])}
     if given.get("requests", "").isdecimal():
         given["requests"] = int(given["requests"])
-    _check_outputs(flags["output"])
+    check_outputs(flags["output"])
     settings.bench.update(given)
     if flags["model"] is not None:
         settings.run["model"] = flags["model"]
@@ -77,10 +77,11 @@ def main(args: Sequence[str]) -> int:
     return measure(config, settings, flags["output"], shlex.join(["jaxinfer", "bench", *args]))
 
 
-def _check_outputs(paths: Sequence[str]) -> None:
+def check_outputs(paths: Sequence[str]) -> None:
+    """Refuses outputs that cannot be written, before anything is measured."""
     for path in paths:
-        if Path(path).suffix not in (".json", *_PICTURES):
-            raise UsageError(f"--output {path}: must end in .json, {', '.join(_PICTURES)}")
+        if Path(path).suffix not in (".json", *PICTURES):
+            raise UsageError(f"--output {path}: must end in .json, {', '.join(PICTURES)}")
         if not Path(path).absolute().parent.is_dir():
             raise ValueError(f"--output {path}: no such folder, make it first")
 
@@ -106,7 +107,7 @@ def measure(config: BenchConfig, settings: Settings, outputs: Sequence[str], com
 
 
 def _write(path: str, targets: Sequence[Target], config: BenchConfig, command: str) -> None:
-    if Path(path).suffix in _PICTURES:
+    if Path(path).suffix in PICTURES:
         from jaxinfer.bench.plot import draw_plot
 
         draw_plot(targets, path)

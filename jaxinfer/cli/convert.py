@@ -20,7 +20,7 @@ def make_flags() -> CommandFlags:
             "--model smollm2-135m --output smollm2",
             "--model my-model/ --output my-model-bf16 --policy bfloat16",
             "--model my-model/ --output my-model-int8 --policy w8a8",
-            "--model my-model-gptq/ --output my-model-4bit --policy weights=checkpoint",
+            "--model my-gptq/ --output my-4bit --policy weights=checkpoint",
         ),
     )
     flags.add("output", "FOLDER", "the folder to make; it must not exist")
@@ -67,6 +67,11 @@ def convert(name: str, policy_name: str, output: Path) -> None:
     params = model.load(settled, None, None)
     coded = any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized)))
     store.save(output, params, model.cfg, model.defaults, model.source, str(policy) if coded else None)
+    tell_written(output, started)
+
+
+def tell_written(output: Path, started: float) -> None:
+    """Says how large a new checkpoint is, how long it took since ``started`` (monotonic), and what it is for."""
     num_bytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
     say(f"wrote {num_bytes / 2**20:.0f} MiB to {output} in {time.monotonic() - started:.1f} s")
     say(f"use it: jaxinfer generate --model {output}")

@@ -15,10 +15,11 @@ from jaxinfer.weights.hub import FetchError
 
 COMMANDS = {
     "generate": "complete a prompt, chat, or answer a file of requests",
-    "score": "log-likelihood and perplexity of a text",
+    "score": "log-likelihood and perplexity of a text; number formats compared",
     "serve": "answer OpenAI's API over HTTP, with a page to chat and to watch",
     "bench": "measure endpoints, or an engine in this process, under load",
     "convert": "write a checkpoint that starts faster",
+    "quantize": "write a checkpoint of 4-bit weights, calibrated on a text",
     "compile": "what a model needs of TPUs or GPUs that are not here",
 }
 OK, FAILED, USAGE, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141  # the last two are the shell's 128 + signal

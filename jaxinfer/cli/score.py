@@ -1,14 +1,13 @@
-"""`jaxinfer score`: how likely a model finds a text."""
+"""`jaxinfer score`: how likely a model finds a text, under one policy or under several beside each other."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from jaxinfer.cli.flags import CommandFlags, UsageError
-from jaxinfer.cli.start import fit_run, open_llm, open_model_of, settings_of, tell_unused
+from jaxinfer.cli.compare import compare, read_policies
+from jaxinfer.cli.flags import CommandFlags
+from jaxinfer.cli.start import fit_run, open_llm, open_model_of, read_text, settings_of, tell_unused
 from jaxinfer.schedule.sampling_params import SamplingParams
 
 
@@ -17,10 +16,25 @@ def make_flags() -> CommandFlags:
     flags = CommandFlags(
         "score",
         "log-likelihood and perplexity of a text; every token is scored but the first of a window, BOS left out",
-        ("--text book.txt", "--text book.txt --json"),
+        (
+            "--text book.txt",
+            "--text book.txt --json",
+            "--text book.txt --policies 'bf16; w8a8,kv8' --output it.png",
+            "--text book.txt --model my-int4 --policies auto \\\n"
+            "    --reference bf16 --reference_model smollm2-135m",
+        ),
     )
     flags.add("text", "FILE", "the text, in UTF-8; standard input when left out")
     flags.add("json", "", "write one JSON object", "switch")
+    about = "number formats to compare, ; between them (, is within one); may be repeated"
+    flags.add("policies", "FORMAT;FORMAT", about, "texts")
+    flags.add("reference", "FORMAT", "what they are compared with (default the first of them)")
+    about = "the model of --reference, such as a calibrated one's source (default --model)"
+    flags.add("reference_model", "NAME", about)
+    flags.add("without_speed", "", "measure no speed, which takes most of the time", "switch")
+    flags.add(
+        "output", "FILE", "quality against bytes as .png, the record as .json; may be repeated", "texts"
+    )
     flags.add_model()
     flags.add_settings()
     return flags
@@ -34,7 +48,10 @@ def main(args: Sequence[str]) -> int:
     settings = settings_of(flags)
     unused = {"sampling": settings.sampling, "chat": settings.chat}
     tell_unused([f"{section}.{name}" for section, table in unused.items() for name in table])
-    text = _read(flags["text"])
+    policies = read_policies(flags)
+    text = read_text(flags["text"])
+    if policies:
+        return compare(flags, settings, policies, text)
     model = open_model_of(settings)
     ids = model.tokenizer.encode(text)
     asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
@@ -53,13 +70,3 @@ def main(args: Sequence[str]) -> int:
     else:
         print("\n".join(f"{name.replace('_', ' '):<16}{value:.8g}" for name, value in figures.items()))
     return 0
-
-
-def _read(path: str | None) -> str:
-    if path is None and sys.stdin.isatty():
-        raise UsageError("give --text, or pipe a text in")
-    data = sys.stdin.buffer.read() if path is None else Path(path).read_bytes()
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path or 'standard input'}: not UTF-8 at byte {error.start}") from None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer.cli.flags import CommandFlags
+from jaxinfer.cli.flags import CommandFlags, UsageError
 from jaxinfer.cli.progress import say
 from jaxinfer.cli.settings import Settings, read_settings
 from jaxinfer.schedule.sampling_params import SamplingParams
@@ -26,6 +28,21 @@ def settings_of(flags: CommandFlags) -> Settings:
     settings = read_settings(flags["config"], flags["set"])
     settings.run.update({name: flags[name] for name in ("model", "policy") if flags[name] is not None})
     return settings
+
+
+def read_text(path: str | None) -> str:
+    """Returns a text from a file, or from standard input.
+
+    Raises:
+      UsageError: no path, and a person at standard input. ValueError: it is not UTF-8.
+    """
+    if path is None and sys.stdin.isatty():
+        raise UsageError("give --text, or pipe a text in")
+    data = sys.stdin.buffer.read() if path is None else Path(path).read_bytes()
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path or 'standard input'}: not UTF-8 at byte {error.start}") from None
 
 
 def tell_unused(names: Sequence[str]) -> None:

@@ -71,7 +71,7 @@ def calibrate(
         moments = _sum(run_layer(x, layer, kind, static)[1] for x in streams)
         rounded = _round_all(layer, specs["layers"][i], policy, f"layers.{i}", moments)
         read = jax.tree.map(_read, rounded, is_leaf=is_quantized)
-        streams = [run_layer(x, read, kind, static)[0] for x in streams]
+        streams = [run_layer(x, read, kind, static, watch=False)[0] for x in streams]
         made.append(rounded)
         tick()
     rest = {name: part for name, part in params.items() if name != "layers"}
@@ -82,14 +82,15 @@ def calibrate(
     return {**_round_all(rest, rest_specs, policy, "", final), "layers": tuple(made)}
 
 
-@partial(jax.jit, static_argnames=("kind", "static"))
+@partial(jax.jit, static_argnames=("kind", "static", "watch"))
 def run_layer(
-    x: jax.Array, p: dict[str, Any], kind: LayerKind, static: Static
+    x: jax.Array, p: dict[str, Any], kind: LayerKind, static: Static, watch: bool = True
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Runs one layer over whole windows, as `model.decoder` does, and sums up what its weights multiply.
 
     Args:
       x: ``[B, T, D]`` stream. p: the layer's parameters. kind: of the layer. static: what is compiled for.
+      watch: whether to sum up, which costs as much as the layer.
 
     Returns:
       The stream after the layer, and ``sum(x x^T)`` of each of its inputs, ``[in, in]`` float32.
@@ -120,7 +121,7 @@ def run_layer(
         y = linear(seen["hidden"], p["mlp"]["down"], policy)
         y = y + p["mlp"]["down_bias"] if cfg.mlp.bias else y
     x = x + after("mlp", y)
-    return x.reshape(B, T, D), {name: _moment(part) for name, part in seen.items()}
+    return x.reshape(B, T, D), {name: _moment(part) for name, part in seen.items() if watch}
 
 
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, kind: LayerKind, static: Static) -> jax.Array:

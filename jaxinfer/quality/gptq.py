@@ -22,7 +22,7 @@ from jaxinfer.arrays.specs import ParamSpec
 
 RATIOS = tuple(1 - 0.025 * i for i in range(21))  # of a group's range, which is clipped to it
 DAMPING = 0.01  # of the mean square of inputs, added to each: the calibration text has not seen everything
-_BLOCK = 64  # inputs whose errors reach the rest in one product
+_BLOCK = 32  # inputs whose errors reach the rest in one product
 _NUMBERS = 1 << 22  # of a weight rounded together, so that what is computed of them stays small
 _TOGETHER = 1 << 17  # of it whose scales are searched together: they stay in the processor's cache
 

@@ -12,7 +12,7 @@ import jaxinfer.cli.generate
 from jaxinfer.cli.main import main
 from tests.cli.conftest import CommandLine
 
-COMMANDS = ("generate", "score", "serve", "bench", "convert")
+COMMANDS = ("generate", "score", "serve", "bench", "convert", "quantize")
 
 
 def test_help_lists_every_command_in_a_line(jaxinfer_cli: CommandLine):
@@ -55,6 +55,12 @@ def test_help_of_a_command_shows_its_own_flags_only(jaxinfer_cli: CommandLine, c
         (["generate", "--prompt", "a", "--set", "page_size=8"], "expected SECTION.KEY=VALUE"),
         (["generate", "--prompt", "a", "--set", "cache.page_size"], "expected SECTION.KEY=VALUE"),
         (["score"], "give --text"),
+        (["score", "--text", "a", "--policies", "bf16;"], "must be named once"),
+        (["score", "--text", "a", "--policies", "bf16", "--policies", "bf16"], "must be named once"),
+        (["score", "--text", "a", "--policies", "bf16", "--policy", "bf16"], "give one of the two"),
+        (["score", "--text", "a", "--reference", "bf16"], "give --policies too"),
+        (["score", "--text", "a", "--policies", "bf16", "--output", "a.txt"], "must end in .json"),
+        (["quantize", "--policy", "w4a16", "--output", "absent"], "give --text"),
     ],
     ids=" ".join,
 )
