@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxinfer.arrays.formats import Format
-from jaxinfer.arrays.pages import rotates_keys, turn
+from jaxinfer.arrays.pages import turn
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.arrays.quant import linear, take_rows
 from jaxinfer.arrays.quantized import abstract
@@ -367,7 +367,7 @@ def _layer(
     q, k, v = project_qkv(before("attn"), p["attn"], cfg.attention, cfg.norm.eps, policy)
     if angles is not None:
         q, k = apply_rope(q, *angles), apply_rope(k, *angles)
-    if rotates_keys(policy.kv):
+    if not policy.kv.is_plain:
         q, k = turn(q, k, p["attn"].get("q_norm"), p["attn"].get("k_norm"))
     pages = write_pages(pages, index, slots, k, v)
     kv = PagedKV(pages.k, pages.v, pages.k_scale, pages.v_scale, index, pages.format)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,14 +60,15 @@ def test_coded_pages_may_be_shared_swapped_and_cut(coded: LLM):
     """Batch = solo, chunked = whole, prefix hit = cold, swap = recompute = the host's tier."""
     prompts = make_prompts()
     alone = [renew(coded, prefix_caching=False).generate([prompt], PARAMS)[0] for prompt in prompts]
-    for limits in (
+    variants: list[dict[str, Any]] = [
         {"prefix_caching": False},
         {},
         {"max_num_batched_tokens": 16},
         {"num_pages": 12, "preemption_mode": "recompute"},
         {"num_pages": 12, "preemption_mode": "swap", "host_pages": 30, "prefix_caching": False},
         {"num_pages": 12, "host_pages": 30},
-    ):
+    ]
+    for limits in variants:
         llm = renew(coded, **limits)
         assert_near(llm.generate(prompts, PARAMS), alone)
         assert llm.engine.scheduler.pool.num_used == 0
@@ -102,32 +104,37 @@ def test_the_same_bytes_run_twice_the_rows(tmp_path_factory: pytest.TempPathFact
     assert most["int8"][0] == 4
 
 
+# Percent of perplexity that a format may cost, SmolLM2 and Gemma 3. SmolLM2's keys, 64 numbers a head without a norm,
+# are rounded badly in 4 bits.
+COSTS = {
+    "int8": (0.5, 0.5),
+    "fp8_e4m3": (0.5, 0.5),
+    "fp8_e5m2": (5, 3),
+    "int4": (12, 5),
+    "mxfp4": (20, 10),
+    "nvfp4": (15, 7),
+}
+
+
 @SLOW
-@pytest.mark.parametrize(
-    ("kv", "percent"),
-    [("int8", 0.5), ("fp8_e4m3", 0.5), ("fp8_e5m2", 5), ("int4", 25), ("mxfp4", 60), ("nvfp4", 25)],
-)
+@pytest.mark.parametrize("kv", COSTS)
 @pytest.mark.parametrize("name", ["smollm2", "gemma3"])
-def test_perplexity_stays_near_that_of_bfloat16(
-    name: str, kv: str, percent: float, request: pytest.FixtureRequest
-):
-    """Of 2,000 tokens of text; 4 bits lose what is printed."""
+def test_perplexity_stays_near_that_of_bfloat16(name: str, kv: str, request: pytest.FixtureRequest):
+    """Of 2,000 tokens of text, in float32: in bfloat16 the order of sums alone moves it by 0.4 %."""
     path = request.getfixturevalue(f"{name}_gguf")
     ids = json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))["score"]["ids"]
+    settings = {
+        "max_num_seqs": 2,
+        "max_model_len": 2048,
+        "kv_memory": "130 pages",
+        "draws": ["greedy", "score"],
+    }
+    settings |= {"max_num_batched_tokens": 512, "prefill_buckets": [[1, 512]], "stack_size": 99}
 
     def perplexity(kv: str) -> float:
-        settings = {"max_num_seqs": 2, "max_model_len": 2048, "kv_memory": "130 pages"}
-        llm = LLM(
-            str(path),
-            policy=f"bfloat16,kv={kv}",
-            **settings,
-            max_num_batched_tokens=512,
-            prefill_buckets=[[1, 512]],
-        )
-        return llm.score(ids).perplexity
+        return LLM(str(path), policy=f"float32,kv={kv}", **settings).score(ids).perplexity
 
     plain, coded = perplexity("bfloat16"), perplexity(kv)
-    print(
-        f"{name} kv={kv}: perplexity {coded:.4f}, {100 * (coded / plain - 1):+.2f} % of bfloat16's {plain:.4f}"
-    )
-    assert coded <= plain * (1 + percent / 100)
+    cost = 100 * (coded / plain - 1)
+    print(f"{name} kv={kv}: perplexity {coded:.4f}, {cost:+.2f} % of bfloat16's {plain:.4f}")
+    assert cost <= COSTS[kv][name == "gemma3"]

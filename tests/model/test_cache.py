@@ -84,7 +84,9 @@ def test_a_budget_holds_more_tokens(kv: str, least: float, head_dim: int):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_broken_request_does_not_reach_the_next_through_its_pages(kv: str, dtype: str):
     """NaN and overflow saturate on the way into a page, so lanes that are masked cannot spread them."""
-    bad = np.float32([np.nan, np.inf, -np.inf, 3e38])[:, None, None] * np.ones((4, 2, 32), np.float32)
+    bad = np.array([np.nan, np.inf, -np.inf, 3e38], np.float32)[:, None, None] * np.ones(
+        (4, 2, 32), np.float32
+    )
     bad[0, :, 16:] = np.inf
     got = write(kv, bad, dtype)
     assert np.isfinite(got).all()

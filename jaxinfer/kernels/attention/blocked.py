@@ -110,13 +110,15 @@ def _attend(
     end = start + length
     position = start[:, None] + jnp.arange(T, dtype=jnp.int32)
 
-    def read(ids: jax.Array, *pools: jax.Array | None) -> tuple[jax.Array | None, ...]:
-        """Returns whole pages of the layer, ``[B, S, ..]`` of each pool."""
+    def gather(pool: jax.Array, ids: jax.Array) -> jax.Array:
+        """Returns whole pages of the layer, ``[B, S, ..]``."""
         index = kv.layer * P + jnp.clip(ids.reshape(-1), 0, P - 1)
         # [.., Z, C] as it lies: a row of Z*C has other tiles, and a TPU copied the whole pool into them at every layer.
-        flat = [pool if pool is None else pool.reshape(num_layers * P, Z, -1) for pool in pools]
-        found = [pool if pool is None else pool.at[index].get(mode="promise_in_bounds") for pool in flat]
-        return tuple(pool if pool is None else pool.reshape(B, S, -1) for pool in found)
+        flat = pool.reshape(num_layers * P, Z, -1)
+        return flat.at[index].get(mode="promise_in_bounds").reshape(B, S, -1)
+
+    def read(ids: jax.Array, values: jax.Array, scales: jax.Array | None) -> Stored:
+        return gather(values, ids), None if scales is None else gather(scales, ids)
 
     def block(i: jax.Array | int) -> tuple[jax.Array, Stored]:
         """Returns a block's masked scores and its values."""
@@ -208,6 +210,7 @@ def _all_heads_of_codes(q: jax.Array, kv: PagedKV, K: int) -> _Form:
     def open_pages(stored: Stored) -> tuple[jax.Array, jax.Array]:
         """Returns codes ``[B, S, C]`` and the scale of each query head's groups, ``[B, N, groups, S]``."""
         values, scales = stored
+        assert scales is not None
         S = values.shape[1]
         by_group = jnp.moveaxis(read_scales(scales, fmt), 1, 2).reshape(B, K, 1, per_head, S)
         by_group = jnp.broadcast_to(by_group, (B, K, N // K, per_head, S)).reshape(B, N, per_head, S)

@@ -54,9 +54,12 @@ def paged_attention_reference(
     P, Z = kv.k.shape[1:3]
     K = kv.count_heads(H)
 
-    def read(*pools: jax.Array | None) -> jax.Array:
-        found = [None if a is None else jnp.take(a[kv.layer], pages, axis=0, mode="clip") for a in pools]
-        return decode(*found, kv.format, K, H).reshape(B, -1, K, H).astype(jnp.float32)
+    def gather(pool: jax.Array) -> jax.Array:
+        return jnp.take(pool[kv.layer], pages, axis=0, mode="clip")
+
+    def read(values: jax.Array, scales: jax.Array | None) -> jax.Array:
+        scales = None if scales is None else gather(scales)
+        return decode(gather(values), scales, kv.format, K, H).reshape(B, -1, K, H).astype(jnp.float32)
 
     keys, values = read(kv.k, kv.k_scale), read(kv.v, kv.v_scale)
     grouped = q.reshape(B, T, K, N // K, H).astype(jnp.float32)
