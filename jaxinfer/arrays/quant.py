@@ -18,8 +18,8 @@ from jaxinfer.arrays.sharding import max_shards, sum_shards
 from jaxinfer.hardware import cpu_features
 
 _FLOAT32 = jnp.dtype(jnp.float32)
-# Kernels of higher floors, by the name that a policy chooses them by: ``(x [M, in], w [out, in], dtype) -> [M, out]``, or
-# None for a weight that they leave to XLA.
+# Kernels of higher floors, by the name that a policy chooses them by: ``(x [M, in], w [out, in], dtype) -> [M, out]``,
+# or None for a weight that they leave to XLA.
 MULTIPLIERS: dict[str, Callable[[jax.Array, Quantized, jnp.dtype], jax.Array | None]] = {}
 FEW_ROWS = 32  # on a CPU, up to here the weight is the better left operand
 

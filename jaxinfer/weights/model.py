@@ -33,9 +33,9 @@ class Model:
       tokenizer: its own.
       settle: ``settle(policy)`` gives the policy that names the very format of every parameter, and what is to be said
         of it: which weights lie in few bits as the checkpoint has them. Shapes and `load` want a settled one.
-      load: ``load(policy, layout, progress)`` gives the tree of `param_specs` on the devices of a mesh, filled up as the
-        layout says, or on the default device for None. ``progress`` may be None, and a converted checkpoint, read by
-        orbax at once, never calls it.
+      load: ``load(policy, layout, progress)`` gives the tree of `param_specs` on the devices of a mesh, filled up as
+        the layout says, or on the default device for None. ``progress`` may be None, and a converted checkpoint, read
+        by orbax at once, never calls it.
       source: the opened checkpoint, None for one that `jaxinfer convert` wrote.
       policy: that it was converted with, where its weights lie in few bits; None elsewhere.
     """
