@@ -39,6 +39,7 @@ RUN_SECTIONS: dict[str, dict[str, str]] = {
     "run": {
         "attention": "attention",
         "matmul": "matmul",
+        "mesh": "mesh",
         "stack_size": "stack_size",
         "prefill_buckets": "prefill_buckets",
         "draws": "draws",
@@ -57,6 +58,7 @@ _TEXTS = {
     "schedule.preemption_mode",
     "run.attention",
     "run.matmul",
+    "run.mesh",
     "chat.system",
     "chat.template",
 }
