@@ -163,7 +163,7 @@ def test_products_of_codes_in_16_bits_are_near(text: str, act: str):
 def test_rows_of_zeros_and_of_any_size_keep_their_own_scale(act: str):
     """Each row's largest number is exact; a row of zeros or of denormals gives zeros; nothing overflows."""
     x = np.random.default_rng(0).standard_normal((6, 64), np.float32)
-    x *= np.float32([[1], [0], [1e-42], [1e-30], [1e30], [3e37]])
+    x *= np.array([[1], [0], [1e-42], [1e-30], [1e30], [3e37]], np.float32)
     dtype = jnp.dtype("int8" if act == "int8" else "float8_e4m3fn")
     codes, scale = round_rows(jnp.asarray(x), dtype)
     back = np.asarray(codes, np.float32) * np.asarray(scale)

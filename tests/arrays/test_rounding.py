@@ -145,6 +145,7 @@ def test_fp8_rounds_as_ml_dtypes_on_host_and_device(kind: str):
 def test_fp4_rounds_as_ml_dtypes(text: str):
     """Each group holds the largest number, so that its scale is one (nvfp4: 448 of its second scale's 1/448)."""
     fmt = Format.parse(text)
+    assert fmt.group is not None
     each = fmt.group - 1
     x = edges(FP4)
     x = np.pad(x, (0, -x.size % each)).reshape(-1, each)

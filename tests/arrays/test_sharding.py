@@ -69,4 +69,5 @@ def test_without_a_mesh_nothing_crosses_devices():
     assert sharding.gather_shards(x, "vocab", dim=0) is x
     assert sharding.scatter_sum(x, "experts", dim=0) is x
     assert sharding.shard_index("vocab") == 0
-    assert "all-reduce" not in jax.jit(lambda y: sharding.sum_shards(y, "ffn")).lower(x).compile().as_text()
+    compiled = jax.jit(lambda y: sharding.sum_shards(y, "ffn")).lower(x).compile()
+    assert "all-reduce" not in (compiled.as_text() or "")

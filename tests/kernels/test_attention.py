@@ -24,8 +24,8 @@ FEW_PASSES = {"xla_backend_optimization_level": 0}
 
 def run(name: str, case: Case, arrays: dict[str, np.ndarray], fmt: str | None = None) -> np.ndarray:
     """Runs an implementation over layer 1 of a stack of 2 whose layer 0 is zeros, in pages of ``fmt``."""
-    fmt = Format.parse(fmt or arrays["k"].dtype.name)
-    return np.asarray(ATTEND(name, *operands(case, arrays, fmt), **options_of(case)), np.float32)
+    stored = Format.parse(fmt or arrays["k"].dtype.name)
+    return np.asarray(ATTEND(name, *operands(case, arrays, stored), **options_of(case)), np.float32)
 
 
 def operands(case: Case, arrays: dict[str, np.ndarray], fmt: Format) -> tuple:

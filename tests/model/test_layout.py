@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,7 +34,7 @@ CFG = ModelConfig(
 )
 
 
-def mesh_of(**ways: int) -> AbstractMesh:
+def mesh_of(**ways: int) -> Any:
     return AbstractMesh(tuple(ways.get(axis, 1) for axis in AXES), AXES)
 
 
@@ -76,7 +77,7 @@ def test_filling_up_keeps_every_number_and_adds_zeros(policy: str, ways: int):
     for path, spec in flatten_specs(param_specs(cfg)):
         fmt = asked.format_of(path, spec)
         x = rng.normal(0, 1, spec.shape).astype(np.float32)
-        w = x if fmt.is_plain else quantize(x, spec, fmt)
+        w: Any = x if fmt.is_plain else quantize(x, spec, fmt)
         got = layout.fill(spec, w)
         shapes = layout.fill(spec, abstract(spec, fmt))
         assert jax.tree.map(lambda a: a.shape, got) == jax.tree.map(lambda a: a.shape, shapes), path

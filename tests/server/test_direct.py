@@ -59,7 +59,7 @@ def told(messages: list[dict[str, Any]]) -> tuple[int, list[Any]]:
     """Returns status and body, as events where it has some, without the time and where a text was cut."""
     text = b"".join(message.get("body", b"") for message in messages[1:]).decode()
     parts = [part.removeprefix("data: ") for part in text.split("\n\n") if part]
-    values = [part if part == "[DONE]" else json.loads(part) for part in parts]
+    values: list[Any] = [part if part == "[DONE]" else json.loads(part) for part in parts]
     values = [{**value, "created": 0} if isinstance(value, dict) else value for value in values]
     if len(values) < 2:
         return messages[0]["status"], values

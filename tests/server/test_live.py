@@ -20,7 +20,8 @@ PROMPT = list(b"a prompt of more than two pages of sixteen tokens")
 def caching(script: Sequence[int] = HELLO, **limits: Any) -> Engine:
     """An engine over a script, with a prefix cache."""
     engine, _ = make_engine(script, ChatTokenizer(), **limits)
-    engine.scheduler.prefix = PrefixCache(engine.scheduler.pool)
+    scheduler: Any = engine.scheduler
+    scheduler.prefix = PrefixCache(scheduler.pool)
     return engine
 
 

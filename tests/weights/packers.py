@@ -111,7 +111,7 @@ def pack_to_int32(value: np.ndarray, bits: int, packed_dim: int = 1) -> np.ndarr
 
 
 def unpack_from_int32(
-    value: np.ndarray, bits: int, shape: tuple[int, int], packed_dim: int = 1
+    value: np.ndarray, bits: int, shape: tuple[int, ...], packed_dim: int = 1
 ) -> np.ndarray:
     """Unpacks signed numbers.
 
