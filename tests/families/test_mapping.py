@@ -102,7 +102,7 @@ def test_experts_are_stacked():
     arrays = load_case("mixtral").make_arrays()
     leaves = read_leaves(hf_source("mixtral"))
     for leaf, name in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
-        wanted = arrays[f"model.layers.1.block_sparse_moe.experts.3.{name}.weight"].T
+        wanted = arrays[f"model.layers.1.block_sparse_moe.experts.3.{name}.weight"]
         np.testing.assert_array_equal(leaves[f"layers.1.moe.{leaf}"][3], wanted)
 
 
