@@ -46,10 +46,11 @@ def draw_quality(found: Sequence[Figures], path: str, title: str) -> None:
         raise ValueError("a plot needs matplotlib: pip install 'jaxinfer[plots]'") from None
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
+    _draw_points(left, found, "kl")
     # A policy that gives the reference's own numbers has no place on a logarithmic axis.
-    _draw_points(left, [one for one in found if one["kl"] > 0], "kl")
-    left.set(yscale="log", ylabel="mean KL to the reference, nats")
+    left.set(yscale="log", ylabel="mean KL to the reference, nats (0 is not shown)")
     _draw_points(right, found, "perplexity")
+    right.legend(fontsize=8)
     right.axhline(found[0]["perplexity"], color="#999999", linestyle=":", linewidth=1)
     right.set(ylabel="perplexity (dotted: the reference)")
     for axes in (left, right):
@@ -61,16 +62,15 @@ def draw_quality(found: Sequence[Figures], path: str, title: str) -> None:
 
 
 def _draw_points(axes: Axes, found: Sequence[Figures], name: str) -> None:
-    """Each policy as a point with its name, numbered in a legend beside it: names are long and points lie close."""
+    """Each policy as a point, told by its form and colour: names are long and points lie close."""
     colours = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
     markers = "osD^vPX"
     for i, one in enumerate(found):
-        axes.plot(
-            one["bytes"] / 2**20, one[name], markers[i % len(markers)], color=colours[i % len(colours)],
-            markersize=7, label=one["policy"],
-        )  # fmt: skip
-    if found:
-        axes.legend(fontsize=8)
+        if one[name] > 0:
+            axes.plot(
+                one["bytes"] / 2**20, one[name], markers[i % len(markers)], color=colours[i % len(colours)],
+                markersize=7, linestyle="none", label=one["policy"],
+            )  # fmt: skip
 
 
 def _speed(value: float | None) -> str:
