@@ -137,5 +137,7 @@ def _top_of_share(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    # Without the barrier XLA's CPU backend sees slices of the result and sorts everything: 3 ms more at [16, 49152].
-    return lax.optimization_barrier(lax.top_k(x, k))
+    # Without a barrier XLA's CPU backend sees slices of the result and sorts everything: 3 ms more at [16, 49152]. One
+    # for each, for one around both would take the pair itself: jax 0.10 aborts on that where it sorts after all.
+    values, index = lax.top_k(x, k)
+    return lax.optimization_barrier(values), lax.optimization_barrier(index)
