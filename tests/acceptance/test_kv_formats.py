@@ -114,6 +114,8 @@ COSTS = {
     "mxfp4": (20, 12),
     "nvfp4": (15, 7),
 }
+# Missed by SmolLM2: beyond the bound the test fails, between the two it is marked as failing.
+AIMS = {"int4": 5}
 
 
 @SLOW
@@ -138,3 +140,5 @@ def test_perplexity_stays_near_that_of_bfloat16(name: str, kv: str, request: pyt
     cost = 100 * (coded / plain - 1)
     print(f"{name} kv={kv}: perplexity {coded:.4f}, {cost:+.2f} % of bfloat16's {plain:.4f}")
     assert cost <= COSTS[kv][name == "gemma3"]
+    if cost > AIMS.get(kv, cost):
+        pytest.xfail(f"{name} kv={kv}: costs {cost:.1f} % of perplexity, the aim is {AIMS[kv]}")

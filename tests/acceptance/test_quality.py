@@ -39,6 +39,8 @@ BOUNDS = {
     },
 }
 
+AIMS = {"w8a8": 1.01}  # missed: the test fails beyond the bound, and is marked as failing between the two
+
 pytestmark = pytest.mark.slow
 
 
@@ -82,7 +84,10 @@ def test_weights_of_eight_bits_cost_less_than_one_percent(bed: Bed):
 
 @pytest.mark.parametrize("policy", BOUNDS["smollm2"])
 def test_fewer_bits_cost_what_is_stated(bed: Bed, policy: str):
-    assert bed.ratio(bed.measure(policy)) < BOUNDS[bed.name][policy]
+    ratio = bed.ratio(bed.measure(policy))
+    assert ratio < BOUNDS[bed.name][policy]
+    if ratio > AIMS.get(policy, ratio):
+        pytest.xfail(f"{bed.name} {policy}: perplexity x {ratio:.4f}, the aim is {AIMS[policy]}")
 
 
 def test_calibrated_weights_stray_three_quarters_as_far_at_most(smollm2_gguf: Path, tmp_path: Path):
