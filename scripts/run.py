@@ -22,7 +22,7 @@ from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 STAMP = "jaxinfer.json"
-TEST_EXTRAS = ("cpu", "hub", "plots", "serve", "test")
+TEST_EXTRAS = ("cpu", "hub", "plots", "ray", "serve", "test")
 COMMAND_EXTRAS = {"serve": ("serve",), "bench": ("plots",)}  # beside `cpu`, which every run profits from
 TEST_MODELS = ("smollm2-135m", "gemma3-270m")
 

@@ -33,7 +33,8 @@ FLOORS = {
     "bench": 9,  # load for our engine or for any endpoint
     "": 10,  # the package itself: what it exports
     "cli": 11,
-    "__main__": 12,
+    "replicas": 12,  # several servers' applications behind one
+    "__main__": 13,
 }
 HOST_ROOMS = ("config", "text", "schedule", "hardware", "server", "bench")
 DEVICE_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax")
@@ -49,6 +50,7 @@ DOORS = {
     "orbax": "weights.store",
     "prometheus_client": "server",
     "pydantic": "server",
+    "ray": "replicas",
     "safetensors": "weights",
     "sentencepiece": "text",
     "starlette": "server",
@@ -56,7 +58,7 @@ DOORS = {
     "uvicorn": "server",
 }
 # Rooms that are imported where their extra is installed: what it names they may import at once.
-ROOM_EXTRAS = {"kernels": "cpu", "server": "serve"}
+ROOM_EXTRAS = {"kernels": "cpu", "replicas": "ray", "server": "serve"}
 FILE_LINES, KERNEL_FILE_LINES = 400, 600
 FUNCTION_LINES, KERNEL_FUNCTION_LINES = 60, 150
 ARGUMENTS = 10

@@ -1,0 +1,1 @@
+"""Several engines behind one OpenAI endpoint, on Ray Serve (extra ``ray``)."""
