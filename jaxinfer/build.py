@@ -245,12 +245,16 @@ def device_memory_bytes() -> int:
     return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
 
 
-def pick_matmul(config: RunConfig, policy: Policy, num_devices: int, say: Say) -> Policy:
-    """Returns the policy with what multiplies codes in this run, and says which and why where rows are rounded."""
+def pick_kernels(
+    config: RunConfig, cfg: ModelConfig, policy: Policy, num_devices: int, say: Say
+) -> tuple[Policy, str]:
+    """Returns the policy with what multiplies codes in this run, and what attends, and says which and why."""
     matmul, why = choose_matmul(config.matmul, policy, num_devices)
     if policy.act != "compute" or config.matmul != "auto":
         say(f"codes are multiplied by {matmul} kernels ({why})")
-    return replace(policy, matmul=matmul)
+    attention, why = choose_attention(config.attention, cfg.attention, policy, num_devices)
+    say(f"attention by {attention} kernels ({why})")
+    return replace(policy, matmul=matmul), attention
 
 
 def build_engine(config: RunConfig, model: Model | None = None, say: Say = lambda line: None) -> Engine:
@@ -279,8 +283,8 @@ def build_engine(config: RunConfig, model: Model | None = None, say: Say = lambd
     share, own = (layout.local if layout else cfg), take_share(config, num_shares)
     num_pages, max_len = plan_memory(own, share, policy, say)
     buckets = choose_buckets(own, max_len).times(num_shares)
-    chosen = pick_matmul(config, policy, layout.mesh.size if layout else 1, say)
-    static = Static(share, chosen, choose_attention(config.attention), max_len)
+    chosen, attention = pick_kernels(config, share, policy, layout.mesh.size if layout else 1, say)
+    static = Static(share, chosen, attention, max_len)
     sizes = stack_sizes(cfg, config.stack_size or default_stack_size(cfg), policy)
     rows = config.max_num_seqs, max_len
     shapes, cache, slots = make_state(cfg, policy, sizes, (num_pages, config.page_size), rows, layout)

@@ -34,7 +34,7 @@ class RunConfig:
       preemption_mode: what becomes of a row that gives way: ``recompute``, ``swap`` (its pages go to the host), or
         ``auto``: the cheaper.
       mesh: devices that share the work, such as ``tensor=4,data=2`` (`parse_mesh`); "" for one.
-      attention: implementation name, or ``auto``.
+      attention: ``native`` (llvmlite and an x86 processor), ``blocked``, ``reference``, or ``auto``.
       matmul: what multiplies int8 rows by codes: ``xla``, ``native`` (llvmlite and an x86 processor), or ``auto``.
       stack_size: layers a scan, 0 chooses by backend.
       prefill_buckets: ``(rows, tokens a row)`` shapes; empty chooses from ``max_num_batched_tokens``.

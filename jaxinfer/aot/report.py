@@ -103,7 +103,8 @@ def compile_step(
             ),
             mesh,
         )
-        static = Static(cfg, policy, choose_attention(attention), workload.context)
+        chosen, _ = choose_attention(attention, cfg.attention, policy, mesh.size)
+        static = Static(cfg, policy, chosen, workload.context)
         began = time.perf_counter()
         lowered = StepTable(static, *state).lower(workload.shape)
     weights, cache, _ = (count_bytes(part) for part in state)

@@ -60,7 +60,8 @@ def calibrate(
     Returns:
       The tree of `param_specs` with a `Quantized` of numpy arrays for each weight of codes.
     """
-    specs, static = param_specs(cfg), Static(cfg, _FLOAT32, choose_attention(), windows.shape[1])
+    attention, _ = choose_attention("auto", cfg.attention, _FLOAT32)
+    specs, static = param_specs(cfg), Static(cfg, _FLOAT32, attention, windows.shape[1])
     rows = max(1, _BATCH // windows.shape[1])
     batches = [windows[at : at + rows] for at in range(0, len(windows), rows)]
     streams = [embed_windows(params, static, batch) for batch in batches]

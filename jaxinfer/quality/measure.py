@@ -98,7 +98,8 @@ def measure(
     settled, _ = model.settle(policy)
     cfg, context = model.cfg, max(map(len, windows))
     matmul, _ = choose_matmul("auto", settled)
-    static = Static(cfg, replace(settled, matmul=matmul), choose_attention(), context)
+    attention, _ = choose_attention("auto", cfg.attention, settled)
+    static = Static(cfg, replace(settled, matmul=matmul), attention, context)
     params = model.load(settled, None, None)
     table = {name: params[name] for name in ("embed", "head") if name in params}
     # Where no speed is asked for, one scan, which compiles in a tenth of the time.

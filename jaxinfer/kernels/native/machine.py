@@ -6,7 +6,7 @@ import ctypes
 import platform
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -26,11 +26,13 @@ class Machine:
     Attributes:
       name: in the names of kernels. lanes: numbers of 32 bits in a vector.
       has_vnni: whether one instruction adds up products of four bytes.
+      has_bf16: whether one adds up products of two numbers of bfloat16, in vectors of 512 bits.
     """
 
     name: str
     lanes: int
     has_vnni: bool
+    has_bf16: bool = False
 
 
 MACHINES = (
@@ -49,6 +51,7 @@ def this_machine() -> tuple[Machine | None, str]:
     features = cpu_features()
     for needed, machine in MACHINES:
         if features.issuperset(needed):
+            machine = replace(machine, has_bf16=machine.lanes == 16 and "avx512_bf16" in features)
             return machine, f"llvmlite is there and the processor has {', '.join(needed)}"
     return None, "native kernels need a processor with avx2"
 
