@@ -153,7 +153,8 @@ class Room(NamedTuple):
 
     Attributes:
       q: ``[rows, depth]``, queries of a tile as left sides. keys: panels ``[depth, panel]``.
-      values: ``[KEYS, width]``, of pairs half as many. out: ``[rows, width]`` float32. scores: ``[ROWS, KEYS]`` float32. weights: as left sides.
+      values: ``[KEYS, width]``, of pairs half as many. out: ``[rows, width]`` float32.
+      scores: ``[ROWS, KEYS]`` float32. weights: as left sides.
       top, total: ``[rows]``, largest score and sum of weights. shrink: ``[ROWS]``.
       k_scale, v_scale: ``[KEYS]`` float32. tokens: ``[KEYS]`` int64, which token of the pool each key is.
     """
