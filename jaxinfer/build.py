@@ -250,8 +250,7 @@ def pick_kernels(
 ) -> tuple[Policy, str]:
     """Returns the policy with what multiplies codes in this run, and what attends, and says which and why."""
     matmul, why = choose_matmul(config.matmul, policy, num_devices)
-    if policy.act != "compute" or config.matmul != "auto":
-        say(f"codes are multiplied by {matmul} kernels ({why})")
+    say(f"weights are multiplied by {matmul} kernels ({why})")
     attention, why = choose_attention(config.attention, cfg.attention, policy, num_devices)
     say(f"attention by {attention} kernels ({why})")
     return replace(policy, matmul=matmul), attention

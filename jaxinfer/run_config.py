@@ -35,7 +35,8 @@ class RunConfig:
         ``auto``: the cheaper.
       mesh: devices that share the work, such as ``tensor=4,data=2`` (`parse_mesh`); "" for one.
       attention: ``native`` (llvmlite and an x86 processor), ``blocked``, ``reference``, or ``auto``.
-      matmul: what multiplies int8 rows by codes: ``xla``, ``native`` (llvmlite and an x86 processor), or ``auto``.
+      matmul: what multiplies rows by weights: ``xla``, ``native`` (llvmlite and an x86 processor: int8 rows by codes,
+        16-bit weights), or ``auto``.
       stack_size: layers a scan, 0 chooses by backend.
       prefill_buckets: ``(rows, tokens a row)`` shapes; empty chooses from ``max_num_batched_tokens``.
       draws: what requests may ask for: ``greedy`` (the likeliest token, nothing else), ``sample`` (anything),

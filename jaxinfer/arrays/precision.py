@@ -49,7 +49,7 @@ class Policy:
         ``compute``. Such a policy is settled against a checkpoint (`weights.settle`) before it says a format.
       exceptions: patterns of dotted paths (`fnmatch`, or what a path begins with) and the format of what they match;
         of several that match, the last holds.
-      matmul: what multiplies codes, chosen by the build (`kernels.matmul.api`); not part of the text.
+      matmul: what multiplies rows by weights, chosen by the build (`kernels.matmul.api`); not part of the text.
     Sums inside matmuls, norms, softmax, rope angles, router, logits and sampling are always float32.
     """
 
@@ -69,7 +69,7 @@ class Policy:
         if self.act not in ACTS:
             raise ValueError(f"act: got {self.act!r}; must be one of {', '.join(ACTS)}")
         kinds = ACTS[self.act]
-        coded = {f.kind: f for f in self._weight_formats() if not f.is_plain}
+        coded = {f.kind: f for f in self.weight_formats() if not f.is_plain}
         if kinds and not self.keep and (not coded or not coded.keys() <= set(kinds)):
             got = ", ".join(map(str, coded.values())) or str(self.weights)
             raise ValueError(
@@ -208,7 +208,8 @@ class Policy:
             del settings["act"]
         return ",".join(f"{name}={value}" for name, value in settings.items())
 
-    def _weight_formats(self) -> list[Format]:
+    def weight_formats(self) -> list[Format]:
+        """Returns the formats that weights may have, some of them several times."""
         return [self.weights, self.embedding, self.head, *(fmt for _, fmt in self.exceptions)]
 
 

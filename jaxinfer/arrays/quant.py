@@ -19,8 +19,9 @@ from jaxinfer.hardware import cpu_features
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 # Kernels of higher floors, by the name that a policy chooses them by: ``(x [M, in], w [out, in], dtype) -> [M, out]``,
-# or None for a weight that they leave to XLA.
-MULTIPLIERS: dict[str, Callable[[jax.Array, Quantized, jnp.dtype], jax.Array | None]] = {}
+# or None for a weight that they leave to XLA. Rows that meet codes are rounded to int8 there.
+Multiply = Callable[[jax.Array, jax.Array | Quantized, jnp.dtype], jax.Array | None]
+MULTIPLIERS: dict[str, Multiply] = {"xla": lambda x, w, dtype: None}
 FEW_ROWS = 32  # on a CPU, up to here the weight is the better left operand
 
 
@@ -51,16 +52,19 @@ def linear(
     out = dtype if out_dtype is None else out_dtype
     out_shape = w.shape[: w.ndim - x.ndim + 1]
     rows = x.reshape(len(x), -1)
+    # Two flat matrices: given several dimensions, XLA's CPU backend copies weights into another order first.
+    multiply = MULTIPLIERS[policy.matmul]
     if isinstance(w, Quantized):
         flat = _flatten(w, x.ndim - 1)
-        y = MULTIPLIERS[policy.matmul](rows, flat, out) if policy.matmul != "xla" else None
+        y = multiply(rows, flat, out) if policy.act == "int8" else None
         if y is None:
             y = _multiply_codes(rows, flat, policy, shared)
-        return sum_shards(y.astype(out), *shared).reshape(len(x), *out_shape)
-    # Two flat matrices: given several dimensions, XLA's CPU backend copies weights into another order first.
-    flat = w.reshape(-1, rows.shape[1]).astype(dtype)
-    y = _multiply_plain(rows.astype(dtype), flat, out).astype(out)
-    return sum_shards(y, *shared).reshape(len(x), *out_shape)
+    else:
+        rows, flat = rows.astype(dtype), w.reshape(-1, rows.shape[1])
+        y = multiply(rows, flat, out)
+        if y is None:
+            y = _multiply_plain(rows, flat.astype(dtype), out)
+    return sum_shards(y.astype(out), *shared).reshape(len(x), *out_shape)
 
 
 def take_rows(w: jax.Array | Quantized, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Rows times codes by native kernels: equal to the oracle, row by row the same in any batch, and safe with anything."""
+"""Rows times weights by native kernels: equal to the oracle, row by row the same in any batch, safe with anything."""
 
 import os
 import pickle
@@ -14,10 +14,11 @@ import pytest
 from jax.experimental.serialize_executable import serialize
 
 from jaxinfer.arrays.precision import Policy
+from jaxinfer.arrays.quant import linear, take_rows
 from jaxinfer.arrays.quantized import Quantized
 from jaxinfer.hardware import cpu_features
-from jaxinfer.kernels.matmul.api import call_form, choose_matmul
-from jaxinfer.kernels.matmul.cases import CASES, Case, make_inputs
+from jaxinfer.kernels.matmul.api import call_floats, call_form, choose_matmul, float_form, prepare_native
+from jaxinfer.kernels.matmul.cases import CASES, FLOAT_CASES, Case, make_floats, make_inputs
 from jaxinfer.kernels.matmul.reference import multiply_reference
 from jaxinfer.kernels.native.machine import MACHINES, Machine, register, this_machine
 
@@ -152,7 +153,14 @@ W8A8 = Policy.parse("w8a8,compute=float32")
     ("name", "policy", "devices", "problem"),
     [
         ("nonsense", W8A8, 1, "there are: auto, xla, native"),
-        ("native", Policy.parse("bfloat16"), 1, "act=int8"),
+        ("native", Policy.parse("weights=int8,compute=float32"), 1, "act=int8.*no plain weights"),
+        ("native", Policy.parse("float32"), 1, "XLA multiplies float32 weights"),
+        (
+            "native",
+            Policy.parse("weights=float32,compute=bfloat16"),
+            1,
+            "no native kernel for float32 weights",
+        ),
         ("native", W8A8, 2, "one device"),
     ],
 )
@@ -191,3 +199,130 @@ def test_an_executable_that_calls_kernels_can_be_kept():
     kept = pickle.dumps((serialize(compiled), *jax.device_get((x, parts))))
     done = subprocess.run([sys.executable, "-c", code], input=kept, check=True, capture_output=True)
     assert bytes.fromhex(done.stdout.decode()) == call(x, w).tobytes()
+
+
+# Every kernel of plain weights that runs here: widened with each set of vectors, and pairs of bfloat16 where there is
+# an instruction for them.
+WIDENED = [(machine, False) for machine in RUNNABLE]
+PAIRED = [(HERE, True)] if HERE and HERE.lanes == 16 and "avx512_bf16" in cpu_features() else []
+FLOAT_CALL = jax.jit(call_floats, static_argnums=(0, 3))
+
+
+def ways(name: str) -> list[tuple[Machine, bool]]:
+    return WIDENED + PAIRED if name == "bfloat16" else WIDENED
+
+
+def call_plain(
+    x: np.ndarray, w: np.ndarray, way: tuple[Machine, bool], out: jnp.dtype = FLOAT32
+) -> np.ndarray:
+    from jaxinfer.kernels.matmul.floats import FloatForm, kernel
+
+    machine, has_dots = way
+    form = FloatForm(str(w.dtype), has_dots, machine)
+    register([kernel(form)])
+    assert form.takes(*w.shape[::-1])
+    return np.asarray(FLOAT_CALL(form, jnp.asarray(x, w.dtype), jnp.asarray(w), out), np.float32)
+
+
+@needs_native
+@pytest.mark.parametrize("case", FLOAT_CASES, ids=lambda c: f"{c.format}-{c.rows}x{c.num_in}x{c.num_out}")
+def test_plain_weights_equal_float64(case: Case):
+    """Within the roundings of a sum in float32, of which there is one an input; 16 bits are that sum rounded."""
+    x, w = make_floats(case)
+    exact = x.astype(np.float64) @ w.astype(np.float64).T
+    bound = case.num_in * 2.0**-24 * (np.abs(x.astype(np.float64)) @ np.abs(w.astype(np.float64)).T)
+    for way in ways(case.format):
+        got = call_plain(x, w, way)
+        assert (np.abs(got - exact) <= bound).all(), way
+        narrow = call_plain(x, w, way, BFLOAT16)
+        np.testing.assert_array_equal(narrow, np.asarray(jnp.asarray(got).astype(jnp.bfloat16), np.float32))
+
+
+@needs_native
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_a_row_of_plain_weights_has_the_same_bits_alone_and_in_any_batch(name: str):
+    x, w = make_floats(Case(name, 600, 576, 80))
+    for way in ways(name):
+        whole = call_plain(x, w, way)
+        for rows in (1, 2, 3, 5, 9, 16, 17, 31, 100, 513):
+            np.testing.assert_array_equal(call_plain(x[-rows:], w, way), whole[-rows:])
+
+
+@needs_native
+def test_what_is_not_finite_passes_as_in_a_plain_product():
+    x, w = make_floats(Case("bfloat16", 20, 160, 40))
+    x[1, 3], x[2, 5], x[3, 9] = np.nan, np.inf, 0.0
+    w[7, 9], w[8, 0] = np.inf, np.nan
+    with np.errstate(invalid="ignore"):
+        want = x.astype(np.float64) @ w.astype(np.float64).T
+    for way in ways("bfloat16"):
+        for rows in (4, 20):
+            got = call_plain(x[:rows], w, way)
+            np.testing.assert_array_equal(np.isnan(got), np.isnan(want[:rows]))
+            np.testing.assert_array_equal(np.isinf(got), np.isinf(want[:rows]))
+
+
+@needs_native
+def test_sums_do_not_round_to_16_bits_on_the_way():
+    """A sum of 4,096 ones and one of 2**-7, which bfloat16 could not hold together."""
+    x, w = np.ones((3, 4098), np.float32), np.ones((32, 4098), jnp.bfloat16)
+    w[:, -1] = 2.0**-7
+    for way in ways("bfloat16"):
+        np.testing.assert_array_equal(call_plain(x, w, way), np.float32(4097 + 2.0**-7))
+
+
+NATIVE_BFLOAT16 = replace(Policy.parse("bfloat16"), matmul="native")
+
+
+@pytest.fixture
+def native_bfloat16() -> None:
+    if HERE is None or float_form(BFLOAT16, BFLOAT16)[0] is None:
+        pytest.skip("no native kernel for bfloat16 here")
+    prepare_native(NATIVE_BFLOAT16)
+
+
+@pytest.mark.usefixtures("native_bfloat16")
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_weights_reach_the_kernel_as_they_lie(num_layers: int):
+    """No copy and no wide form of a table that is embedding and head, nor of layers' weights that stand alone."""
+    V, D, F = 320, 64, 96
+
+    def step(table: jax.Array, up: tuple[jax.Array, ...], down: tuple[jax.Array, ...], ids: jax.Array):
+        x = take_rows(table, ids, BFLOAT16)
+        for u, d in zip(up, down, strict=True):
+            x = linear(linear(x, u[0], NATIVE_BFLOAT16), d[0], NATIVE_BFLOAT16)
+        return linear(x, table, NATIVE_BFLOAT16, FLOAT32)
+
+    shape = jax.ShapeDtypeStruct
+    up = (shape((1, F, D), BFLOAT16),) * num_layers
+    down = (shape((1, D, F), BFLOAT16),) * num_layers
+    text = jax.jit(step).lower(shape((V, D), BFLOAT16), up, down, shape((8,), jnp.int32)).compile().as_text()
+    assert text is not None
+    assert text.count("custom-call(") == 2 * num_layers + 1
+    for line in text.splitlines():
+        made = line.partition(" = ")[2]
+        if made.partition("{")[0] in ("bf16[320,64]", "bf16[96,64]", "bf16[64,96]"):
+            assert " parameter(" in made or " bitcast(" in made, line
+        assert "f32[320,64]" not in made
+
+
+@pytest.mark.usefixtures("native_bfloat16")
+def test_small_and_odd_weights_are_left_to_xla():
+    x = jnp.ones((3, 30), jnp.bfloat16)
+    assert (linear(x, jnp.ones((40, 30), jnp.bfloat16), NATIVE_BFLOAT16) == 30).all()
+    assert (linear(x[:, :29], jnp.ones((8, 29), jnp.bfloat16), NATIVE_BFLOAT16) == 29).all()
+
+
+@pytest.mark.usefixtures("native_bfloat16")
+def test_auto_takes_native_kernels_for_bfloat16():
+    assert choose_matmul("auto", Policy.parse("bfloat16"))[0] == "native"
+    assert choose_matmul("auto", Policy.parse("weights=bfloat16,compute=float32"))[0] == "native"
+
+
+@needs_native
+def test_tiles_of_16_bits_are_left_to_xla(monkeypatch: pytest.MonkeyPatch):
+    features = cpu_features() | {"amx_bf16"}
+    monkeypatch.setattr("jaxinfer.kernels.matmul.api.cpu_features", lambda: features)
+    name, why = choose_matmul("auto", Policy.parse("bfloat16"))
+    assert name == "xla"
+    assert "amx_bf16" in why

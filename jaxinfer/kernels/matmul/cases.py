@@ -1,4 +1,4 @@
-"""The shapes that every implementation of rows times codes is held to, in tests and in benchmarks."""
+"""The shapes that every implementation of rows times weights is held to, in tests and in benchmarks."""
 
 from __future__ import annotations
 
@@ -39,6 +39,20 @@ CASES = (
     Case("int4:channel:zero", 3, 576, 32),
 )
 
+# Of plain weights: every size of tile, a last chunk and a last block that overlap, more rows than meet a block at once.
+FLOAT_CASES = (
+    Case("bfloat16", 1, 576, 576),
+    Case("bfloat16", 2, 32, 32),
+    Case("bfloat16", 3, 82, 33),
+    Case("bfloat16", 7, 1536, 100),
+    Case("bfloat16", 16, 2050, 65),
+    Case("bfloat16", 17, 272, 40),
+    Case("bfloat16", 100, 576, 47),
+    Case("bfloat16", 513, 96, 64),
+    Case("float16", 5, 576, 96),
+    Case("float16", 40, 130, 33),
+)
+
 
 def make_inputs(case: Case, seed: int = 0) -> tuple[np.ndarray, Quantized]:
     """Returns float32 rows ``[rows, num_in]``, of sizes that differ by row, and a weight of codes."""
@@ -47,3 +61,12 @@ def make_inputs(case: Case, seed: int = 0) -> tuple[np.ndarray, Quantized]:
     spec = ParamSpec((case.num_out, case.num_in), (None, None))
     w = rng.standard_normal(spec.shape).astype(np.float32) + 0.5
     return x.astype(np.float32), quantize(w, spec, Format.parse(case.format))
+
+
+def make_floats(case: Case, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Returns float32 rows ``[rows, num_in]``, of sizes that differ by row, and plain weights of the case's format."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((case.rows, case.num_in)) * 10.0 ** rng.integers(-3, 3, (case.rows, 1))
+    w = rng.standard_normal((case.num_out, case.num_in)) + 0.5
+    dtype = Format.parse(case.format).dtype
+    return x.astype(dtype).astype(np.float32), w.astype(dtype)

@@ -200,7 +200,7 @@ def _lay_codes(code: Code, form: Form, slots: Slots, n: Value) -> None:
             rows = []
             for lane in range(lanes):
                 place = slots["codes"].at((n + (v * lanes + lane)) * row_bytes + first)
-                _prefetch(code, place.at(row_bytes * form.block))
+                prefetch(code, place.at(row_bytes * form.block))
                 rows.append(place.load(vec(I32, lanes)))
             for i, each in enumerate(_transpose(code, rows)):
                 for part, unsigned in enumerate(_unpack(code, form, slots, each)):
@@ -231,7 +231,8 @@ def _transpose(code: Code, rows: list[Value]) -> list[Value]:
     return rows
 
 
-def _prefetch(code: Code, place: Value) -> None:
+def prefetch(code: Code, place: Value) -> None:
+    """Has the processor fetch 64 bytes that will be read."""
     numbers = (code.int(n, I32) for n in (0, 3, 1))  # to read, into all caches, data
     code.call("llvm.prefetch.p0", ir.VoidType(), place, *numbers)
 
@@ -280,7 +281,7 @@ def _multiply_tile(code: Code, form: Form, slots: Slots, m: Value, n: Value, til
         scale = code.splat(slots["row_scale"].at(m + i, F32).load(F32), form.lanes)
         for v in range(VECTORS):
             place = (m + i) * slots["N"] + n + v * form.lanes
-            _store_floats(code, slots, place, sums[i][v].get() * scale)
+            store_floats(code, slots, place, sums[i][v].get() * scale)
 
 
 def _add_group(code: Code, form: Form, slots: Slots, m: Value, g: Value, sums: list[list[Variable]]) -> None:
@@ -336,7 +337,7 @@ def _dot(code: Code, form: Form, total: Value, codes: Value, x: Value) -> Value:
     return total + code.call("llvm.x86.avx2.pmadd.wd", ints, pairs, code.constant(shorts, 1))
 
 
-def _store_floats(code: Code, slots: Slots, place: Value, numbers: Value) -> None:
+def store_floats(code: Code, slots: Slots, place: Value, numbers: Value) -> None:
     """Writes float32 numbers as the result's dtype."""
     lanes = numbers.type.count
     with code.when(slots["y_dtype"].equals(DTYPES["float32"])):
