@@ -299,7 +299,8 @@ def test_weights_reach_the_kernel_as_they_lie(num_layers: int):
     text = jax.jit(step).lower(shape((V, D), BFLOAT16), up, down, shape((8,), jnp.int32)).compile().as_text()
     assert text is not None
     assert text.count("custom-call(") == 2 * num_layers + 1
-    for line in text.splitlines():
+    # Inside a fusion (jax 0.10 widens there what a gather reads) a shape is not an array that is written.
+    for line in text[text.index("ENTRY") :].splitlines():
         made = line.partition(" = ")[2]
         if made.partition("{")[0] in ("bf16[320,64]", "bf16[96,64]", "bf16[64,96]"):
             assert " parameter(" in made or " bitcast(" in made, line
