@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -43,13 +44,14 @@ def tell_weights(specs: Any, policy: Policy) -> str:
 
 
 def tell_fitted(specs: Any, policy: Policy) -> list[str]:
-    """Returns a line on each format whose groups do not divide a weight's inputs, and what takes its place."""
+    """Returns a line on each format that does not suit a weight's inputs, and what takes its place."""
     fitted: dict[tuple[Format, Format, int], list[str]] = {}
     for path, spec in flatten_specs(specs):
         fmt = policy.format_of(path, spec)
-        if (got := fit_format(spec, fmt)) != fmt:
+        got = fit_format(spec, fmt)
+        if got != (replace(fmt, rotation=got.rotation) if got.rotation else fmt):
             fitted.setdefault((fmt, got, spec.shape[-1]), []).append(path)
     return [
-        f"{got} in place of {fmt}, which does not divide {last} inputs: {len(paths)} weights ({paths[0]}, ...)"
+        f"{got} in place of {fmt}, which does not suit {last} inputs: {len(paths)} weights ({paths[0]}, ...)"
         for (fmt, got, last), paths in fitted.items()
     ]

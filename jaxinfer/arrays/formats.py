@@ -64,12 +64,15 @@ class Format:
       offset: whether an offset lies beside each scale; only integers have one.
       scale: dtype of scales and offsets where it is not the usual one (bfloat16 in groups, float32 per channel):
         checkpoints bring float16 or float32, and rounding those again would change the weights.
+      rotation: of inputs before they were rounded (`arrays.rotation`): in blocks of so many, 0 for what suits a weight
+        (`fit_format`), None for none. Rows are rotated likewise when they meet it.
     """
 
     kind: str
     group: int | None = None
     offset: bool = False
     scale: str = ""
+    rotation: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -92,6 +95,8 @@ class Format:
             raise ValueError(f"{self.kind}: the dtype of its scales cannot be chosen, got {self.scale}")
         if self.scale not in ("", *PLAIN):
             raise ValueError(f"{self.kind}: got scales of {self.scale!r}; must be one of {', '.join(PLAIN)}")
+        if self.rotation is not None and self.kind != "int8":
+            raise ValueError(f"{self.kind}: only int8 is rotated, leave `rot` out")
         if self.scale == ("float32" if self.group is None else "bfloat16"):
             object.__setattr__(self, "scale", "")
 
@@ -125,16 +130,17 @@ class Format:
         group = "" if self.group == fixed else f":g{self.group}"
         channel = ":channel" if self.kind == "int4" and self.group is None else ""
         scale = f":{SCALES[self.scale]}" if self.scale else ""
-        return f"{self.kind}{group}{channel}{':zero' * self.offset}{scale}"
+        rotation = "" if self.rotation is None else f":r{self.rotation}" if self.rotation else ":rot"
+        return f"{self.kind}{group}{channel}{':zero' * self.offset}{scale}{rotation}"
 
     @classmethod
     def parse(cls, text: str, what: str = "format") -> Format:
         """Returns the format that a string names.
 
         Args:
-          text: a kind or its short name, then ``:g64`` for groups (``:channel`` for none), ``:zero`` for offsets and
-            ``:f16`` or ``:f32`` for scales: ``bf16``, ``int8``, ``int4`` (groups of 64), ``int4:g32:zero``,
-            ``int8:g32:f16``, ``fp8_e4m3:g128``, ``mxfp4``.
+          text: a kind or its short name, then ``:g64`` for groups (``:channel`` for none), ``:zero`` for offsets,
+            ``:f16`` or ``:f32`` for scales and ``:rot`` for rotated inputs (``:r64``, in blocks of 64): ``bf16``,
+            ``int8``, ``int8:rot``, ``int4`` (groups of 64), ``int4:g32:zero``, ``int8:g32:f16``, ``mxfp4``.
           what: named by the error.
 
         Raises:
@@ -143,7 +149,7 @@ class Format:
         name, *options = (part.strip().lower() for part in text.split(":"))
         kind = ALIASES.get(name, name)
         group = INT4_GROUP if kind == "int4" else None
-        offset, scale = False, ""
+        offset, scale, rotation = False, "", None
         names = {short: name for name, short in SCALES.items()}
         for option in options:
             if option == "zero":
@@ -152,18 +158,22 @@ class Format:
                 scale = names[option]
             elif option == "channel":
                 group = None
-            elif option[:1] == "g" and option[1:].isascii() and option[1:].isdigit():
-                group = int(option[1:])
+            elif option == "rot":
+                rotation = 0
+            elif option[:1] in ("g", "r") and option[1:].isascii() and option[1:].isdigit():
+                group, rotation = (
+                    (int(option[1:]), rotation) if option[0] == "g" else (group, int(option[1:]))
+                )
             else:
                 raise ValueError(
-                    f"{what}: {text!r} has unknown option {option!r}; options: g32 (a group), channel, zero, f16"
+                    f"{what}: {text!r} has unknown option {option!r}; options: g32 (a group), channel, zero, f16, rot"
                 )
         if kind not in KINDS:
             raise ValueError(
                 f"{what}: unknown format {text!r}; formats: {', '.join(KINDS)} (short: {', '.join(ALIASES)})"
             )
         try:
-            return cls(kind, group, offset, scale)
+            return cls(kind, group, offset, scale, rotation)
         except ValueError as error:
             raise ValueError(f"{what}: {error}") from None
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.arrays.formats import Format
+from jaxinfer.arrays.rotation import hadamard
 
 # What coded numbers saturate at, far above any key: sums of them stay finite in float32.
 _LIMIT = 2.0**100
@@ -113,10 +114,7 @@ def rotate(x: jax.Array) -> jax.Array:
     """
     H = x.shape[-1]
     size = H & -H  # the largest power of two that divides it
-    matrix = np.ones((1, 1))
-    while len(matrix) < size:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    matrix = jnp.asarray(matrix / np.sqrt(size), x.dtype)
+    matrix = jnp.asarray(hadamard(size) / np.sqrt(size), x.dtype)
     precision = "highest" if x.dtype.itemsize == 4 else None
     y = jnp.dot(x.reshape(-1, size), matrix, precision=precision, preferred_element_type=jnp.float32)
     return y.reshape(x.shape)

@@ -14,6 +14,7 @@ from jaxinfer.arrays.backend import backend
 from jaxinfer.arrays.formats import Format
 from jaxinfer.arrays.precision import ACTS, Policy
 from jaxinfer.arrays.quantized import Quantized
+from jaxinfer.arrays.rotation import rotate
 from jaxinfer.arrays.sharding import max_shards, sum_shards
 from jaxinfer.hardware import cpu_features
 
@@ -75,6 +76,8 @@ def take_rows(w: jax.Array | Quantized, ids: jax.Array, dtype: jnp.dtype) -> jax
 
 def dequantize(w: Quantized, dtype: jnp.dtype) -> jax.Array:
     """Returns a weight's numbers, ``[*out, *in]``."""
+    if w.format.rotation:
+        return rotate(_widen(w.values, w, _FLOAT32), w.format.rotation).astype(dtype)
     if w.format.bits == 8:
         return _widen(w.values, w, dtype)
     halves = [_widen(half, w, dtype) for half in unpack(w.values, w.format)]
@@ -196,6 +199,7 @@ def _round_for(
     x: jax.Array, fmt: Format, policy: Policy, over: tuple[str, ...]
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns rows as the policy has them meet codes of a format, and their scales where they are codes too."""
+    x = rotate(x, fmt.rotation) if fmt.rotation else x
     if policy.act == "int8" and fmt.kind in ACTS[policy.act]:
         return round_rows(x, jnp.dtype(jnp.int8), over)
     if policy.act == "fp8_e4m3" and fmt.kind in ACTS[policy.act]:

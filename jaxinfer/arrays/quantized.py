@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxinfer.arrays.formats import Format
+from jaxinfer.arrays.rotation import block_size
+from jaxinfer.arrays.sharding import RULES
 from jaxinfer.arrays.specs import ParamSpec
 
 
@@ -18,7 +20,8 @@ from jaxinfer.arrays.specs import ParamSpec
 class Quantized:
     """A weight ``[*out, *in]``; every component has its rank, so it inherits its axes, stacks, joins and shards.
 
-    ``w = codes * scale + offset``, each scale and offset repeated over its group.
+    ``w = codes * scale + offset``, each scale and offset repeated over its group; `rotate` of that where the format is
+    rotated.
 
     Attributes:
       values: codes. 8 bits: ``[*out, *in]``. 4 bits: uint8 ``[*out, *in[:-1], in[-1] // 2]``, number 2i in the low half
@@ -66,8 +69,11 @@ def is_quantized(node: Any) -> bool:
 def fit_format(spec: ParamSpec, fmt: Format) -> Format:
     """Returns the format that a weight can take: groups that do not divide its last axis become smaller ones that do.
 
+    A rotation of no size gets the weight's own, or is left out where its inputs are too odd a number.
+
     Raises:
-      ValueError: no power of two from 8 divides it (for a format of fixed groups: those do not).
+      ValueError: no power of two from 8 divides it (for a format of fixed groups: those do not), or a rotation does
+        not.
     """
     if fmt.is_plain:
         return fmt
@@ -80,7 +86,15 @@ def fit_format(spec: ParamSpec, fmt: Format) -> Format:
         raise ValueError(
             f"{fmt}: {last} inputs of a weight {list(spec.shape)} cannot be grouped; take {fits} for it"
         )
-    return replace(fmt, group=group)
+    rotation = fmt.rotation
+    if rotation == 0:
+        rotation = block_size(last, is_cut=bool(RULES.get(spec.axes[-1] or "")))
+    elif rotation and (last % rotation or block_size(rotation, is_cut=False) is None):
+        raise ValueError(
+            f"{fmt}: {last} inputs of a weight {list(spec.shape)} cannot be rotated by {rotation}; take "
+            f"{replace(fmt, rotation=0)}, which is what suits each weight"
+        )
+    return replace(fmt, group=group, rotation=rotation)
 
 
 def abstract(spec: ParamSpec, fmt: Format) -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxinfer.arrays.formats import Format
 from jaxinfer.arrays.quantized import Quantized, fit_format, scale_dtype
+from jaxinfer.arrays.rotation import rotate_host
 from jaxinfer.arrays.specs import ParamSpec
 
 _CHUNK = 1 << 20  # numbers rounded together, so that what is computed of them stays small
@@ -44,7 +45,8 @@ def requantize(x: np.ndarray, like: Quantized) -> Quantized:
       x: ``[*out, *in]``, finite. like: numpy components of that shape; its scales, offsets and format are kept.
     """
     fmt = like.format
-    grouped = np.asarray(x, np.float32).reshape(*like.scale.shape, -1)
+    x = np.asarray(x, np.float32)
+    grouped = (rotate_host(x, fmt.rotation) if fmt.rotation else x).reshape(*like.scale.shape, -1)
     scale, offset = wide_scales(like)
     codes = round_codes(_divide(grouped - offset[..., None], scale[..., None]), fmt).reshape(x.shape)
     if fmt.bits == 4:
@@ -71,6 +73,7 @@ def _quantize(x: np.ndarray, num_in: int, fmt: Format) -> tuple[np.ndarray | Non
     y = np.asarray(x, np.float32)
     if not np.abs(y).max(initial=0) <= _LARGEST:
         y = np.nan_to_num(y, nan=0.0).clip(-_LARGEST, _LARGEST)
+    y = rotate_host(y, fmt.rotation) if fmt.rotation else y
     out = y.shape[: y.ndim - num_in]
     channel = (*out, *[1] * num_in)
     if fmt.group is None:

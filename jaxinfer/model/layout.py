@@ -239,12 +239,12 @@ def describe_layout(layout: Layout, cfg: ModelConfig) -> str:
 
 
 def _ffn_unit(cfg: ModelConfig, policy: Policy) -> int:
-    """Returns how many ffn numbers must stay together: those that share a scale, or a byte."""
+    """Returns how many ffn numbers must stay together: those that share a scale, a byte, or a rotation."""
     unit = 1
     for path, spec in flatten_specs(param_specs(cfg)):
         if spec.axes[-1] == "ffn" and spec.role == "matrix":
             fmt = fit_format(spec, policy.format_of(path, spec))
-            unit = max(unit, fmt.group or (2 if fmt.bits == 4 else 1))
+            unit = max(unit, fmt.group or (2 if fmt.bits == 4 else 1), fmt.rotation or 1)
     return unit
 
 

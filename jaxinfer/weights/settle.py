@@ -115,6 +115,7 @@ def _join(leaves: Mapping[str, ParamSpec], formats: dict[str, Format]) -> None:
 
 def _policy_of(policy: Policy, leaves: Mapping[str, ParamSpec], formats: Mapping[str, Format]) -> Policy:
     """Returns the policy that says these formats: the most common of each role, and the others by their paths."""
+    formats = {path: _name(policy, path, leaves[path], fmt) for path, fmt in formats.items()}
     common: dict[str, Format] = {}
     for role in ("matrix", "embedding", "head"):
         counts = Counter(formats[path] for path, spec in leaves.items() if spec.role == role)
@@ -130,6 +131,14 @@ def _policy_of(policy: Policy, leaves: Mapping[str, ParamSpec], formats: Mapping
         exceptions=exceptions,
         keep=False,
     )
+
+
+def _name(policy: Policy, path: str, spec: ParamSpec, fmt: Format) -> Format:
+    """Returns a parameter's format as it is said of all of its role: a rotation that suits it goes without a size."""
+    if fmt.rotation is None and policy.format_of(path, spec).rotation is None:
+        return fmt
+    loose = replace(fmt, rotation=0)
+    return loose if fit_format(spec, loose) == fmt else fmt
 
 
 def _base(fmt: Format) -> Format:

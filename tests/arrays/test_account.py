@@ -53,6 +53,6 @@ def test_the_line_names_each_role_and_format():
 def test_formats_that_give_way_are_told_once():
     lines = tell_fitted(SPECS, Policy.parse("w4a16"))
     assert lines == [
-        "int4:g32 in place of int4:g64, which does not divide 96 inputs: 2 weights (layers.0.up, ...)"
+        "int4:g32 in place of int4:g64, which does not suit 96 inputs: 2 weights (layers.0.up, ...)"
     ]
     assert tell_fitted(SPECS, Policy.parse("w8a8")) == []

@@ -13,11 +13,15 @@ from jaxinfer.arrays.formats import ALIASES, CODED, KINDS, PLAIN, Format
 def every_format() -> list[Format]:
     """Returns all kinds with all the groups and offsets that they may have."""
     formats = []
-    for kind, group, offset, scale in product(
-        KINDS, (None, 8, 32, 64, 128, 16), (False, True), ("", "float16", "float32", "bfloat16")
+    for kind, group, offset, scale, rotation in product(
+        KINDS,
+        (None, 8, 32, 64, 128, 16),
+        (False, True),
+        ("", "float16", "float32", "bfloat16"),
+        (None, 0, 576),
     ):
         try:
-            formats.append(Format(kind, group, offset, scale))
+            formats.append(Format(kind, group, offset, scale, rotation))
         except ValueError:
             continue
     return formats
@@ -44,6 +48,8 @@ def test_every_format_is_named_by_its_string():
         ("int4:g32:zero:f16", Format("int4", 32, offset=True, scale="float16")),
         ("int8:f32", Format("int8")),  # the usual scales need no name
         ("int8:g32:bf16", Format("int8", 32)),
+        ("int8:rot", Format("int8", rotation=0)),
+        ("int8:R576:g32", Format("int8", 32, rotation=576)),
     ],
 )
 def test_strings_name_formats(text: str, fmt: Format):
@@ -63,6 +69,9 @@ def test_strings_name_formats(text: str, fmt: Format):
         ("mxfp4:f16", "scales cannot be chosen"),
         ("bf16:f16", "scales cannot be chosen"),
         ("int4:g²", "unknown option"),
+        ("int4:rot", "only int8 is rotated"),
+        ("bf16:r64", "only int8 is rotated"),
+        ("int8:rotten", "unknown option 'rotten'"),
     ],
 )
 def test_other_strings_are_refused_with_what_there_is(text: str, says: str):

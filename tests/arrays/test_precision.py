@@ -11,10 +11,13 @@ from jaxinfer.arrays.formats import CODED, FLOAT32, PLAIN, Format
 from jaxinfer.arrays.precision import ACTS, ALIASES, Policy
 from jaxinfer.arrays.specs import ParamSpec
 
-BF16, F16, INT8, INT4 = (Format.parse(text) for text in ("bf16", "f16", "int8", "int4"))
+BF16, F16, INT8, INT4, ROTATED = (Format.parse(text) for text in ("bf16", "f16", "int8", "int4", "int8:rot"))
+INT8_R64 = Format("int8", rotation=64)
 plain = st.sampled_from([Format(kind) for kind in PLAIN])
 coded = st.sampled_from([Format(k, g) for k in CODED for g in (None, 32) if (k, g) != ("nvfp4", 32)])
-formats = plain | coded
+rotated = st.sampled_from([Format("int8", g, rotation=r) for g in (None, 32) for r in (0, 64, 576)])
+pages = plain | coded
+formats = pages | rotated
 patterns = st.sampled_from(["layers.0", "layers.1.attn", "*.down", "layers.*.attn.?", "*.gate"])
 
 
@@ -33,8 +36,10 @@ def same(fmt: Format) -> Policy:
         ("weights = bfloat16 , compute=f32", Policy(BF16, BF16, BF16)),
         ("kv=float16", Policy(kv=F16)),
         ("bf16,kv=f16", Policy(BF16, BF16, BF16, F16, compute="bfloat16")),
-        ("w8a8", Policy(INT8, INT8, INT8, act="int8")),
-        ("w8a8,kv8,compute=bf16", Policy(INT8, INT8, INT8, INT8, "int8", "bfloat16")),
+        ("w8a8", Policy(ROTATED, ROTATED, ROTATED, act="int8")),
+        ("weights=int8,act=int8", Policy(INT8, INT8, INT8, act="int8")),
+        ("w8a8,*.down=int8:r64", Policy(*[ROTATED] * 3, act="int8", exceptions=(("*.down", INT8_R64),))),
+        ("w8a8,kv8,compute=bf16", Policy(ROTATED, ROTATED, ROTATED, INT8, "int8", "bfloat16")),
         ("bf16,weights=int8", Policy(INT8, INT8, INT8, BF16, compute="bfloat16")),
         ("w4a16", Policy(INT4, INT8, INT8)),
         ("w4a16,lm_head=bf16", Policy(INT4, BF16, BF16)),
@@ -61,7 +66,7 @@ def test_what_a_string_leaves_open_is_the_callers():
 
 
 @given(
-    st.tuples(formats, formats, formats, formats),
+    st.tuples(formats, formats, formats, pages),
     st.sampled_from(list(ACTS)),
     st.sampled_from(list(PLAIN)),
     st.lists(st.tuples(patterns, formats), max_size=3, unique_by=lambda e: e[0]),
@@ -102,9 +107,10 @@ def test_every_word_is_a_policy(alias: str):
         ("act=int4", "act: got 'int4'; must be one of compute, int8, fp8_e4m3"),
         ("act=int8", "act=int8 multiplies weights of int8 or int4, got float32"),
         ("weights=fp8,act=int8", "int8 or int4, got fp8_e4m3"),
-        ("w8a8,layers.0=mxfp4", "int8 or int4, got int8, mxfp4"),
+        ("w8a8,layers.0=mxfp4", "int8 or int4, got int8:rot, mxfp4"),
         ("weights=int8,act=fp8", "fp8_e4m3 or fp8_e5m2, got int8"),
         ("kv=int4:g32:zero", "pages have no offsets"),
+        ("kv=int8:rot", "keys of codes are always rotated"),
         ("weights=int4:zero:g7", "power of two"),
     ],
 )

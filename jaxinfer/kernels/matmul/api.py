@@ -161,5 +161,6 @@ def call_form(form: Form, x: jax.Array, w: Quantized, out: jnp.dtype) -> jax.Arr
         jax.ShapeDtypeStruct((scratch_bytes(M, num_in, groups),), jnp.uint8),
     )
     offset = jnp.zeros((0, groups), w.scale.dtype) if w.offset is None else w.offset.astype(w.scale.dtype)
+    rotation = jnp.zeros((0, w.format.rotation or 0), jnp.int8)
     call = jax.ffi.ffi_call(form.name, shapes, vmap_method="sequential")
-    return call(x, w.values, w.scale, offset)[0].astype(out)
+    return call(x, w.values, w.scale, offset, rotation)[0].astype(out)

@@ -1,9 +1,10 @@
 """Rows rounded to int8 times codes of 8 or 4 bits on x86 processors: written for LLVM, run through XLA's custom calls.
 
-Phase 1 rounds rows of ``x`` to int8. In phase 2 a piece is blocks of outputs: the codes of a block are laid so that a
-vector holds 4 inputs of each of 16 outputs (8 with 256-bit vectors), and every row then meets them with one
-instruction for 64 products, 4 inputs of the row beside all outputs. Laying costs 4 instructions for 64 bytes of codes:
-a single row waits for memory longer than that, and many rows share it.
+Phase 1 rounds rows of ``x`` to int8, rotated first where the weight is (`arrays.rotation`). In phase 2 a piece is
+blocks of outputs: the codes of a block are laid so that a vector holds 4 inputs of each of 16 outputs (8 with 256-bit
+vectors), and every row then meets them with one instruction for 64 products, 4 inputs of the row beside all outputs.
+Laying costs 4 instructions for 64 bytes of codes: a single row waits for memory longer than that, and many rows share
+it.
 
 Integers make it exact: ``sum(x * w)`` is ``sum(x * (w + 128)) - 128 * sum(x)``, as the instruction wants one operand
 without sign. A row gives the same bits alone and in any batch.
@@ -78,8 +79,9 @@ def form_of(w: Quantized, machine: Machine) -> Form | None:
 def kernel(form: Form) -> Kernel:
     """Returns the kernel of a form.
 
-    Operands: ``x [M, in]`` float32 or bfloat16, ``codes [out, in]`` (4 bits: ``[out, in / 2]``), ``scale [out, G]`` and
-    ``offset`` like it, or empty. Results: ``y [M, out]`` float32 or bfloat16, and `scratch_bytes` of scratch.
+    Operands: ``x [M, in]`` float32 or bfloat16, ``codes [out, in]`` (4 bits: ``[out, in / 2]``), ``scale [out, G]``,
+    ``offset`` like it, or empty, and ``rotation [0, block]``, a block of 0 for none. Results: ``y [M, out]`` float32 or
+    bfloat16, and `scratch_bytes` of scratch.
     """
 
     def prepare(frame: Frame) -> tuple[Slots, tuple[Value, Value]]:
@@ -89,7 +91,7 @@ def kernel(form: Form) -> Kernel:
             "x": frame.arg(0), "codes": frame.arg(1), "scale": frame.arg(2), "offset": frame.arg(3),
             "y": frame.result(0), "M": M, "K": K, "N": N, "G": G,
             "x_dtype": frame.dtype(0), "scale_dtype": frame.dtype(2), "y_dtype": frame.result_dtype(0),
-            "has_offset": frame.dim(3, 0).differs(0),
+            "has_offset": frame.dim(3, 0).differs(0), "rotation": (R := frame.dim(4, 1)), "run": R & (0 - R),
             "rows": scratch, "row_scale": scratch.at(M * K), "row_sum": scratch.at(M * K + M * 4),
         }  # fmt: skip
         slots["blocks"] = blocks = (N + (form.block - 1)) // form.block
@@ -148,16 +150,26 @@ def _round_row(code: Code, form: Form, slots: Slots, m: Value) -> None:
     K, ints = slots["K"], vec(I32, 16)
     size = code.variable(code.constant(ints, 0))
 
+    def measure(x: Value) -> None:
+        # As whole numbers, magnitudes keep their order and NaN is the largest.
+        size.set(code.max(size.get(), code.bits(x, ints) & 0x7FFFFFFF))
+
     def widen(dtype: str) -> None:
         with code.loop(0, K, 16) as k:
             x = _load_as_float(code, slots["x"], m * K + k, dtype, 16)
             _wide_row(code, slots).at(k, F32).store(x)
-            # As whole numbers, magnitudes keep their order and NaN is the largest.
-            size.set(code.max(size.get(), code.bits(x, ints) & 0x7FFFFFFF))
+            measure(x)
 
     _each_dtype(code, slots["x_dtype"], ("float32", "bfloat16"), widen)
+    # Of a rotated row the numbers are left larger by a constant, which its scale makes good.
+    constant = code.variable(code.constant(F32, 1.0))
+    with code.when(slots["rotation"].differs(0)):
+        size.set(code.constant(ints, 0))
+        _rotate_row(code, slots, measure)
+        run = code.cast(slots["run"], F32, "sitofp")
+        constant.set(code.constant(F32, 1.0) / code.intrinsic("sqrt", run))
     scale = code.bits(_reduce(code, size.get(), code.max), F32) * ONE_127TH
-    slots["row_scale"].at(m, F32).store(scale)
+    slots["row_scale"].at(m, F32).store(scale * constant.get())
     inverse = code.splat(code.select(scale < TINY, 0.0, code.constant(F32, 1.0) / scale), 16)
     group = K / slots["G"]
     with code.loop(0, slots["G"]) as g:
@@ -174,6 +186,44 @@ def _round_row(code: Code, form: Form, slots: Slots, m: Value) -> None:
             slots["rows"].at(m * K + k).store(q)
         row_sum = _reduce(code, total.get(), lambda x, y: x + y)
         slots["row_sum"].at(m * slots["G"] + g, I32).store(row_sum)
+
+
+def _rotate_row(code: Code, slots: Slots, measure: Callable[[Value], None]) -> None:
+    """Rotates the thread's wide row in place, without the constant, and measures its numbers."""
+    K, run, row = slots["K"], slots["run"], _wide_row(code, slots)
+    floats = vec(F32, 16)
+
+    def place(at: Value) -> Value:
+        return row.at(at, F32)
+
+    with code.loop(0, K, 16) as k:
+        x = place(k).load(floats)
+        for step in (1, 2, 4, 8):  # low + high, low - high
+            sign = code.constant(floats, [-1.0 if lane & step else 1.0 for lane in range(16)])
+            x = code.intrinsic("fma", x, sign, code.shuffle(x, None, [lane ^ step for lane in range(16)]))
+        place(k).store(x)
+    step = code.variable(code.int(16))
+    with code.forever() as stop_if:
+        span = step.get() * 2
+        stop_if(span > run)
+        with code.loop(0, K, span) as first, code.loop(first, first + step.get(), 16) as k:
+            low, high = place(k), place(k + step.get())
+            x, y = low.load(floats), high.load(floats)
+            low.store(x + y)
+            high.store(x - y)
+        step.set(span)
+    runs = slots["rotation"] / run
+    # A single run has no others to be mixed with: nothing is taken off.
+    share = code.select(runs > 1, code.constant(F32, 2.0) / code.cast(runs, F32, "sitofp"), 0.0)
+    with code.loop(0, K, slots["rotation"]) as block, code.loop(block, block + run, 16) as first:
+        total = code.variable(code.constant(floats, 0.0))
+        with code.loop(first, first + slots["rotation"], run) as k:
+            total.set(total.get() + place(k).load(floats))
+        common = total.get() * code.splat(share, 16)
+        with code.loop(first, first + slots["rotation"], run) as k:
+            x = place(k).load(floats) - common
+            place(k).store(x)
+            measure(x)
 
 
 def _reduce(code: Code, x: Value, op: Callable[[Value, Value], Value]) -> Value:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxinfer.arrays.quant import round_rows, scales, unpack
 from jaxinfer.arrays.quantized import Quantized
+from jaxinfer.arrays.rotation import rotate
 
 
 def multiply_reference(x: jax.Array, w: Quantized, out: jnp.dtype) -> jax.Array:
@@ -19,6 +20,7 @@ def multiply_reference(x: jax.Array, w: Quantized, out: jnp.dtype) -> jax.Array:
       ``[M, out]``; a row that holds what is not finite is NaN wherever that leaves nothing to say.
     """
     num_out, groups = w.scale.shape
+    x = rotate(x, w.format.rotation) if w.format.rotation else x
     rows, row_scale = round_rows(x, jnp.dtype(jnp.int8))
     codes = w.values
     if w.format.bits == 4:
