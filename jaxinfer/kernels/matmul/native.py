@@ -176,9 +176,9 @@ def _round_row(code: Code, form: Form, slots: Slots, m: Value) -> None:
         total = code.variable(code.constant(ints, 0))
         with code.loop(g * group, g * group + group, 16) as k:
             y = _wide_row(code, slots).at(k, F32).load(vec(F32, 16)) * inverse
-            # Adding 1.5 * 2**23 rounds to even and leaves the whole number in the low bits.
+            # Adding 1.5 * 2**23 rounds to even and leaves the whole number in the low bits, -127 to 127; any other in
+            # rows that are not finite, whose scale is not either.
             q = code.bits(y + 12582912.0, ints) - 0x4B400000
-            q = code.select(y.equals(y), code.max(code.min(q, 127), -127), 0)
             total.set(total.get() + q)
             q = code.cast(q, vec(I8, 16), "trunc")
             if form.bits == 4:  # a vector of codes holds the even numbers of 8 first, then the odd ones
@@ -196,13 +196,23 @@ def _rotate_row(code: Code, slots: Slots, measure: Callable[[Value], None]) -> N
     def place(at: Value) -> Value:
         return row.at(at, F32)
 
-    with code.loop(0, K, 16) as k:
-        x = place(k).load(floats)
-        for step in (1, 2, 4, 8):  # low + high, low - high
-            sign = code.constant(floats, [-1.0 if lane & step else 1.0 for lane in range(16)])
-            x = code.intrinsic("fma", x, sign, code.shuffle(x, None, [lane ^ step for lane in range(16)]))
-        place(k).store(x)
-    step = code.variable(code.int(16))
+    def mix(together: int) -> None:
+        """Mixes runs of so many vectors, in registers: low + high, low - high."""
+        with code.loop(0, K, 16 * together) as k:
+            parts = [_mix_lanes(code, place(k + 16 * i).load(floats)) for i in range(together)]
+            for bit in (1 << n for n in range(together.bit_length() - 1)):
+                parts = [
+                    parts[i ^ bit] - part if i & bit else part + parts[i ^ bit]
+                    for i, part in enumerate(parts)
+                ]
+            for i, part in enumerate(parts):
+                place(k + 16 * i).store(part)
+
+    step = code.variable(code.select(run < 64, code.int(16), 64))
+    with code.when(run < 64):
+        mix(1)
+    with code.when(run >= 64):
+        mix(4)
     with code.forever() as stop_if:
         span = step.get() * 2
         stop_if(span > run)
@@ -224,6 +234,14 @@ def _rotate_row(code: Code, slots: Slots, measure: Callable[[Value], None]) -> N
             x = place(k).load(floats) - common
             place(k).store(x)
             measure(x)
+
+
+def _mix_lanes(code: Code, x: Value) -> Value:
+    """Returns the lanes of a vector times the Hadamard matrix of 16."""
+    for step in (1, 2, 4, 8):
+        sign = code.constant(x.type, [-1.0 if lane & step else 1.0 for lane in range(16)])
+        x = code.intrinsic("fma", x, sign, code.shuffle(x, None, [lane ^ step for lane in range(16)]))
+    return x
 
 
 def _reduce(code: Code, x: Value, op: Callable[[Value, Value], Value]) -> Value:
