@@ -84,9 +84,9 @@ def settle_formats(
     made: Counter[str] = Counter()
     for path, fmt in formats.items():
         if held[path].format == fmt:
-            kept[str(fmt)] += 1
+            kept[str(_name(policy, path, leaves[path], fmt))] += 1
         elif held[path].is_coded:
-            made[f"{held[path].name} as {fmt}"] += 1
+            made[f"{held[path].name} as {_name(policy, path, leaves[path], fmt)}"] += 1
     notes = [f"weights kept as the checkpoint has them: {_listing(kept)}"] if kept else []
     notes += [f"weights expanded and made anew: {_listing(made)}"] if made else []
     return _policy_of(policy, leaves, formats), tuple(notes)

@@ -53,7 +53,10 @@ def test_converted_model_says_the_same(smollm2_gguf: Path, tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "formats"),
-    [("w8a8", {"int8"}), ("weights=checkpoint", {"int4:g32:zero:f16", "int8:g32:f16"})],
+    [
+        ("w8a8", {"int8:r576", "int8:r64", "int8:r128"}),
+        ("weights=checkpoint", {"int4:g32:zero:f16", "int8:g32:f16"}),
+    ],
 )
 def test_a_model_converted_to_few_bits_loads_as_it_lies(
     smollm2_gguf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], policy: str, formats: set[str]

@@ -161,6 +161,18 @@ def test_codes_over_a_mesh_are_the_same_codes(policy: str):
     np.testing.assert_allclose(got, wanted, atol=1e-4)
 
 
+@pytest.mark.parametrize("policy", ["weights=int8:rot,kv=int8", "w8a8"])
+def test_rotations_stay_on_their_device(policy: str):
+    """48 inputs of down in blocks of 16: a share of two devices is filled up to two blocks."""
+    cfg = replace(llama((9, 3)), mlp=MlpConfig(48))
+    mesh = parse_mesh("tensor=2,data=2")
+    assert mesh is not None
+    assert lay_out(cfg, Policy.parse(policy), mesh).whole.mlp.ffn_dim == 64
+    wanted, _ = run(cfg, policy, "")
+    got, _ = run(cfg, policy, "tensor=2,data=2")
+    np.testing.assert_allclose(got, wanted, atol=1e-4)
+
+
 def test_two_sums_a_layer_cross_and_one_for_the_embedding():
     _, compiled = run(llama(num_layers=5), "float32", "tensor=8")
     assert count(compiled) == {"all-reduce": 2 * 5 + 1}
