@@ -42,6 +42,7 @@ DEVICE_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax")
 DOORS = {
     "absl": "cli",
     "fastapi": "server",
+    "fsspec": "weights.remote",
     "gguf": "weights.gguf",
     "huggingface_hub": "weights",
     "jinja2": "text",

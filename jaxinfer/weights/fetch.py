@@ -13,6 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from jaxinfer.weights.hub import HUB_FORM, HUB_PREFIX, FetchError, fetch_snapshot
+from jaxinfer.weights.remote import fetch_remote, is_remote
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -70,7 +71,7 @@ def resolve_model(name: str, *, cache_dir: str | os.PathLike | None = None, veri
     """Returns the file or folder of a model, fetched where it is not on this machine yet.
 
     Args:
-        name: a registered name, a local folder or file, or `hf:org/name[@revision]`.
+        name: a registered name, a local folder or file, `hf:org/name[@revision]`, or an address (gs://, s3://).
         cache_dir: where fetched models are kept; `default_cache_dir()` (the hub's own for `hf:`) by default.
         verify: hash a registered model's file again, even where it was hashed before.
 
@@ -82,6 +83,8 @@ def resolve_model(name: str, *, cache_dir: str | os.PathLike | None = None, veri
     """
     if name.startswith(HUB_PREFIX):
         return fetch_snapshot(name, cache_dir=Path(cache_dir) / "hub" if cache_dir else None)
+    if is_remote(name):
+        return fetch_remote(name, (Path(cache_dir) if cache_dir else default_cache_dir()) / "remote")
     for model in REGISTRY:
         if name.lower() in (model.name, *model.aliases):
             return _cached_model(model, Path(cache_dir) if cache_dir else default_cache_dir(), verify)
