@@ -70,6 +70,22 @@ class Layout:
                 part = _take(part, places, dim, size)
         return part
 
+    def part(self, spec: ParamSpec, array: np.ndarray, index: Sequence[slice]) -> np.ndarray:
+        """Returns what a device has of a plain parameter, looking at no more of it than that.
+
+        Args:
+          spec: as the checkpoint has it. array: as the checkpoint has it. index: of the filled-up parameter.
+        """
+        for dim, (axis, size, cut) in enumerate(zip(spec.axes, spec.shape, index, strict=True)):
+            places = self.places.get((axis or "", size))
+            if places is None:
+                array = array[(slice(None),) * dim + (cut,)]
+        for dim, (axis, size, cut) in enumerate(zip(spec.axes, spec.shape, index, strict=True)):
+            places = self.places.get((axis or "", size))
+            if places is not None:
+                array = _take(array, places[cut], dim, size)
+        return array
+
     def sharding(self, *axes: str | None) -> NamedSharding:
         """Returns how an array of these logical axes lies."""
         return NamedSharding(self.mesh, partition(axes))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxinfer.arrays.sharding import shard_index
+from jaxinfer.arrays.sharding import put_shards, shard_index
 from jaxinfer.schedule.sampling_params import SamplingParams, SamplingParamsError
 from jaxinfer.steps.noise import request_key
 
@@ -248,9 +248,10 @@ def init_slots(
     caps = caps or SlotCaps()
     nothing = pack_row(SamplingParams(temperature=0.0), caps, vocab_size=vocab_size, prompt_len=0, seed=0)
     num_rows = max_num_seqs + num_shares
+    put = jax.device_put if sharding is None else lambda array: put_shards(array, sharding)
     # Made on the host: on the device each shape would cost a compilation.
-    packed = jax.tree.map(lambda leaf: jax.device_put(np.tile(leaf, (num_rows, 1)), sharding), nothing)
-    history = jax.device_put(np.zeros((max_num_seqs, max_len), np.int32), sharding)
+    packed = jax.tree.map(lambda leaf: put(np.tile(leaf, (num_rows, 1))), nothing)
+    history = put(np.zeros((max_num_seqs, max_len), np.int32))
     return Slots(history, packed, caps, vocab_size)
 
 

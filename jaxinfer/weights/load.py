@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import cache
 from typing import Any
 
 import jax
@@ -16,7 +17,9 @@ from jaxinfer.arrays.formats import Format
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.arrays.quantized import Quantized
 from jaxinfer.arrays.rounding import quantize
+from jaxinfer.arrays.sharding import put_shards
 from jaxinfer.arrays.specs import ParamSpec, flatten_specs, is_spec
+from jaxinfer.model.layout import Layout
 from jaxinfer.weights.buffers import all_finite, pack
 from jaxinfer.weights.errors import (
     ExtraTensorsError,
@@ -28,7 +31,6 @@ from jaxinfer.weights.place import Recipe, find_fault, hold, place
 from jaxinfer.weights.tensors import TensorSource
 
 Finish = Callable[[str, np.ndarray | Quantized], Any]
-Fill = Callable[[ParamSpec, Any], Any]
 Progress = Callable[[int, int], None]
 Fault = tuple[str, str]  # a tensor's name, and what is wrong with it
 
@@ -43,21 +45,22 @@ def load_params(
     policy: Policy,
     ignorable: Iterable[str] = (),
     shardings: Any = None,
-    fill: Fill | None = None,
+    layout: Layout | None = None,
     finish: Finish | None = None,
     progress: Progress | None = None,
 ) -> Any:
     """Reads a checkpoint into a tree of parameters on devices.
 
+    Over a mesh, plain leaves are read share by share, this process's only; codes, and what is rounded here, whole.
+
     Args:
       source: the opened checkpoint.
       specs: the wanted tree of `ParamSpec`.
       recipes: for every leaf, by its dotted path.
-      policy: names the format of each leaf (one that is settled, see `settle`); what the checkpoint has in the very
-        format is taken as it is, other leaves are rounded. Norms, biases and routers are float32.
+      policy: names each leaf's format (a settled one, see `settle`); what the checkpoint has in it is taken as it is.
       ignorable: patterns (`re.fullmatch`) of tensor names that the model does without.
       shardings: one sharding for all leaves or a tree of them like ``specs``; None is the default device.
-      fill: makes a leaf the size that divides over a mesh (`Layout.fill`), before it goes where its sharding says.
+      layout: over a mesh: makes leaves the sizes that divide, before they go where their shardings say.
       finish: makes the leaf of ``(path, array)`` in place of the cast and the transfer; the array may be a strided
         view, and blocks come expanded to float32. It may raise OverflowError, which is reported as not finite.
       progress: called with bytes read and bytes to read, from the calling thread.
@@ -73,10 +76,13 @@ def load_params(
         raise ValueError(f"recipes and specs differ in {sorted(leaves.keys() ^ recipes.keys())}")
     check_names(source, recipes, ignorable)
     check_shapes(source, leaves, recipes)
-    make_leaf = finish or _to_device(specs, policy, shardings, fill or (lambda spec, leaf: leaf))
+    where = leaf_shardings(specs, shardings)
+    make_leaf = finish or _to_device(leaves, policy, where, layout)
 
     def make(path: str) -> tuple[Any, list[Fault]]:
-        fmt = None if finish else policy.format_of(path, leaves[path])
+        fmt, over = None if finish else policy.format_of(path, leaves[path]), where[path]
+        if fmt is not None and fmt.is_plain and isinstance(over, NamedSharding):
+            return _read_shares(source, recipes[path], leaves[path], fmt.dtype, over, layout)
         array, bad = _read_leaf(source, recipes[path], leaves[path], fmt)
         if array is None:
             return None, bad
@@ -107,8 +113,64 @@ def _read_leaf(
             return None if faults else place(coded, recipe, spec), faults
     dtype = fmt.dtype if fmt is not None and fmt.is_plain else np.float32
     arrays = [source.read(name, dtype) for name in recipe.names]
-    faults = [(n, "NaN or infinity") for n, a in zip(recipe.names, arrays, strict=True) if not all_finite(a)]
+    faults = _find_infinite(recipe.names, arrays)
     return None if faults else recipe.transform(*arrays), faults
+
+
+def _find_infinite(names: Sequence[str], arrays: Sequence[np.ndarray]) -> list[Fault]:
+    return [(n, "NaN or infinity") for n, a in zip(names, arrays, strict=True) if not all_finite(a)]
+
+
+def _read_shares(
+    source: TensorSource,
+    recipe: Recipe,
+    spec: ParamSpec,
+    dtype: np.dtype,
+    sharding: NamedSharding,
+    layout: Layout | None,
+) -> tuple[jax.Array | None, list[Fault]]:
+    """Returns a plain leaf over a mesh, of which this process reads what its devices have; or None, and the faults."""
+    whole = jax.ShapeDtypeStruct(spec.shape, dtype)
+    shape = whole.shape if layout is None else layout.fill(spec, whole).shape
+    open_tensor = cache(lambda name: source.read(name, dtype))  # blocks are expanded once, not once a share
+    made: dict[str, np.ndarray] = {}  # devices may have the same share
+
+    def read(index: Any) -> np.ndarray:
+        if (key := str(index)) not in made:
+            made[key] = pack(read_share(open_tensor, recipe, spec, index, layout), dtype)
+            if not all_finite(made[key]):
+                raise OverflowError("NaN or infinity")
+        return made[key]
+
+    try:
+        return jax.make_array_from_callback(shape, sharding, read), []
+    except OverflowError as error:
+        arrays = [open_tensor(name) for name in recipe.names]
+        return None, _find_infinite(recipe.names, arrays) or [(name, str(error)) for name in recipe.names]
+
+
+def read_share(
+    open_tensor: Callable[[str], np.ndarray],
+    recipe: Recipe,
+    spec: ParamSpec,
+    index: tuple[slice, ...],
+    layout: Layout | None,
+) -> np.ndarray:
+    """Returns a part of a plain leaf; of a mapped file no more is touched than that.
+
+    Args:
+      open_tensor: gives a tensor of the checkpoint by its name. recipe, spec: of the leaf.
+      index: a slice a dimension, of the leaf as ``layout`` fills it up.
+    """
+
+    def cut(name: str, index: tuple[slice, ...]) -> np.ndarray:
+        array = recipe.transform(open_tensor(name))
+        return array[index] if layout is None else layout.part(spec, array, index)
+
+    if len(recipe.names) == 1:
+        return cut(recipe.names[0], index)
+    inner = (slice(None), *index[1:])  # of experts, a tensor each
+    return np.concatenate([cut(name, inner) for name in recipe.names[index[0]]])
 
 
 def check_names(source: TensorSource, recipes: Mapping[str, Recipe], ignorable: Iterable[str] = ()) -> None:
@@ -182,22 +244,39 @@ def leaf_shardings(specs: Any, shardings: Any) -> dict[str, jax.sharding.Shardin
     return {path: sharding for (path, _), sharding in zip(flatten_specs(specs), given, strict=True)}
 
 
-def _to_device(specs: Any, policy: Policy, shardings: Any, fill: Fill) -> Finish:
+def _to_device(
+    leaves: Mapping[str, ParamSpec],
+    policy: Policy,
+    where: Mapping[str, jax.sharding.Sharding],
+    layout: Layout | None,
+) -> Finish:
     """Returns the usual ``finish``: the policy's format, filled up, row-major, put where the sharding says."""
-    leaves, where = dict(flatten_specs(specs)), leaf_shardings(specs, shardings)
-
-    def put(part: np.ndarray, path: str) -> jax.Array:
-        return jax.device_put(pack(part, part.dtype), fit_sharding(where[path], part.shape))
 
     def finish(path: str, array: np.ndarray | Quantized) -> Any:
-        fmt = policy.format_of(path, leaves[path])
+        spec = leaves[path]
+        fmt = policy.format_of(path, spec)
         if not isinstance(array, Quantized):
-            if fmt.is_plain:
-                return jax.device_put(pack(fill(leaves[path], array), fmt.dtype), where[path])
-            array = quantize(array, leaves[path], fmt)
-        return jax.tree.map(lambda part: put(part, path), fill(leaves[path], array))
+            array = pack(array, fmt.dtype) if fmt.is_plain else quantize(array, spec, fmt)
+        return put_leaf(array, spec, where[path], layout)
 
     return finish
+
+
+def put_leaf(
+    leaf: np.ndarray | Quantized, spec: ParamSpec, sharding: jax.sharding.Sharding, layout: Layout | None
+) -> Any:
+    """Returns a whole leaf on devices, filled up; a process puts its own devices' shares only.
+
+    Args:
+      leaf: on the host. spec, sharding: of the leaf. layout: that fills it up, None for none.
+    """
+
+    def put(part: np.ndarray) -> jax.Array:
+        over = fit_sharding(sharding, part.shape)
+        packed = pack(part, part.dtype)
+        return put_shards(packed, over) if isinstance(over, NamedSharding) else jax.device_put(packed, over)
+
+    return jax.tree.map(put, leaf if layout is None else layout.fill(spec, leaf))
 
 
 def fit_sharding(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> jax.sharding.Sharding:

@@ -83,7 +83,7 @@ def _open_stored(name: str, path: Path) -> Model:
         if layout is None:
             return store.restore(path, specs, policy=policy)
         where = shardings(specs, layout.mesh)
-        return store.restore(path, specs, policy=policy, shardings=where, fill=layout.fill)
+        return store.restore(path, specs, policy=policy, shardings=where, layout=layout)
 
     def settle_stored(policy: Policy) -> tuple[Policy, tuple[str, ...]]:
         return settle_formats(policy, specs, meta.look)
@@ -110,7 +110,7 @@ def _doors(source: TensorSource, cfg: ModelConfig) -> tuple[Settle, Load]:
             policy=policy,
             ignorable=family.ignorable(source.kind),
             shardings=shardings(specs, layout.mesh) if layout else None,
-            fill=layout.fill if layout else None,
+            layout=layout,
             progress=progress,
         )
 

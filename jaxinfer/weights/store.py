@@ -27,6 +27,7 @@ from jaxinfer.arrays.quantized import abstract, is_quantized
 from jaxinfer.arrays.rounding import quantize
 from jaxinfer.arrays.specs import ParamSpec, flatten_specs, is_spec, path_name
 from jaxinfer.config import GenerationDefaults, ModelConfig
+from jaxinfer.model.layout import Layout
 from jaxinfer.weights.buffers import may_overflow
 from jaxinfer.weights.errors import (
     CheckpointError,
@@ -38,7 +39,7 @@ from jaxinfer.weights.errors import (
     NonFiniteTensorsError,
     UnsupportedFormatError,
 )
-from jaxinfer.weights.load import Fill, fit_sharding, leaf_shardings
+from jaxinfer.weights.load import fit_sharding, leaf_shardings, put_leaf
 from jaxinfer.weights.records import from_json, read_json, to_json
 from jaxinfer.weights.settle import Held
 from jaxinfer.weights.source import HALF_WRITTEN, STORE_FILE
@@ -172,9 +173,11 @@ def read_tokenizer_metadata(path: str | Path) -> dict[str, Any] | None:
 
 
 def restore(
-    path: str | Path, specs: Any, *, policy: Policy, shardings: Any = None, fill: Fill | None = None
+    path: str | Path, specs: Any, *, policy: Policy, shardings: Any = None, layout: Layout | None = None
 ) -> Any:
-    """Reads the parameters of a converted checkpoint straight into their shardings.
+    """Reads the parameters of a converted checkpoint straight into their shardings, each process its devices' shares.
+
+    A leaf that is rounded anew or filled up comes whole to the host first, on every process.
 
     Args:
       path: the folder.
@@ -182,7 +185,7 @@ def restore(
       policy: names the format of each leaf; plain ones kept in another are cast, and what lies in other codes than it
         names (or in none) is rounded anew, on the host.
       shardings: one sharding for all leaves or a tree of them like ``specs``; None is the default device.
-      fill: makes leaves the sizes that divide over a mesh (`Layout.fill`), on the host.
+      layout: over a mesh: makes leaves the sizes that divide.
 
     Returns:
       The tree of ``specs`` with an array, or a `Quantized`, for each leaf.
@@ -197,16 +200,17 @@ def restore(
     where = leaf_shardings(specs, shardings)
     formats = {name: policy.format_of(name, spec) for name, spec in leaves.items()}
     stored = {name: fmt for name, (_, fmt) in meta.leaves.items()}
+    changed = {n for n in leaves if _is_changed(leaves[n], stored[n], formats[n], layout)}
     wanted: dict[str, jax.ShapeDtypeStruct] = {}
     casts: dict[str, Any] = {}
     for name, spec in leaves.items():
         whole = {name: abstract(spec, stored[name])}
         for key, part in jax.tree_util.tree_leaves_with_path(whole):
-            part_name, sharding = path_name(key), fit_sharding(where[name], part.shape)
-            wanted[part_name] = jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=sharding)
+            sharding = None if name in changed else fit_sharding(where[name], part.shape)
+            wanted[path_name(key)] = jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=sharding)
             # A dtype of None is the stored one; naming it would send every leaf through a cast (a third of the time).
             plain = stored[name].is_plain and formats[name].is_plain and stored[name] != formats[name]
-            casts[part_name] = formats[name].dtype if plain else None
+            casts[path_name(key)] = formats[name].dtype if plain else None
     parts = _read_params(path / PARAMS_FOLDER, wanted, casts)
     restored = {name: _gather(parts, name, spec, stored[name]) for name, spec in leaves.items()}
     narrowed = [
@@ -216,11 +220,11 @@ def restore(
     ]
     if bad := [(n, f"overflows {formats[n]}") for n in narrowed if not jnp.isfinite(restored[n]).all()]:
         raise NonFiniteTensorsError(path, bad)
-    for name, spec in leaves.items():
+    for name in changed:
+        spec, leaf = leaves[name], restored[name]
         if stored[name] != formats[name] and not (stored[name].is_plain and formats[name].is_plain):
-            restored[name] = _round_anew(restored[name], spec, formats[name], where[name])
-        if fill is not None:
-            restored[name] = _fill_up(restored[name], spec, fill, where[name])
+            leaf = _round_anew(leaf, spec, formats[name])
+        restored[name] = put_leaf(leaf, spec, where[name], layout)
     return jax.tree.unflatten(jax.tree.structure(specs, is_leaf=is_spec), [restored[name] for name in leaves])
 
 
@@ -237,26 +241,24 @@ def _check_leaves(path: Path, meta: StoreMeta, leaves: dict[str, ParamSpec]) -> 
         raise MisshapenTensorsError(path, bad)
 
 
-def _gather(parts: dict[str, jax.Array], name: str, spec: ParamSpec, fmt: Format) -> Any:
+def _gather(parts: dict[str, Any], name: str, spec: ParamSpec, fmt: Format) -> Any:
     """Returns a leaf of its restored components."""
     whole = {name: abstract(spec, fmt)}
     return jax.tree_util.tree_map_with_path(lambda key, _: parts[path_name(key)], whole)[name]
 
 
-def _round_anew(leaf: Any, spec: ParamSpec, fmt: Format, sharding: jax.sharding.Sharding) -> Any:
-    """Returns a leaf in another format, by way of float32 on the host."""
+def _is_changed(spec: ParamSpec, stored: Format, wanted: Format, layout: Layout | None) -> bool:
+    """Returns whether a leaf lies otherwise on the devices than in the files, but for a cast of plain numbers."""
+    if stored != wanted and not (stored.is_plain and wanted.is_plain):
+        return True
+    whole = abstract(spec, wanted)
+    return layout is not None and layout.fill(spec, whole) != whole
+
+
+def _round_anew(leaf: Any, spec: ParamSpec, fmt: Format) -> Any:
+    """Returns a leaf of the host in another format, by way of float32."""
     wide = np.asarray(dequantize(leaf, jnp.dtype(jnp.float32)) if is_quantized(leaf) else leaf)
-    made = wide.astype(fmt.dtype) if fmt.is_plain else quantize(wide, spec, fmt)
-    return jax.tree.map(lambda part: jax.device_put(part, fit_sharding(sharding, part.shape)), made)
-
-
-def _fill_up(leaf: Any, spec: ParamSpec, fill: Fill, sharding: jax.sharding.Sharding) -> Any:
-    """Returns a leaf filled up, by way of the host where that changes it."""
-    shapes = jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype), leaf)
-    if fill(spec, shapes) == shapes:
-        return leaf
-    filled = fill(spec, jax.tree.map(np.asarray, leaf))
-    return jax.tree.map(lambda part: jax.device_put(part, fit_sharding(sharding, part.shape)), filled)
+    return wide.astype(fmt.dtype) if fmt.is_plain else quantize(wide, spec, fmt)
 
 
 def _format_name(weight: Any) -> str:
@@ -287,11 +289,14 @@ def _write_params(path: Path, leaves: dict[str, jax.Array]) -> None:
 
 def _read_params(
     path: Path, wanted: dict[str, jax.ShapeDtypeStruct], casts: dict[str, jnp.dtype | None]
-) -> dict[str, jax.Array]:
+) -> dict[str, Any]:
     import orbax.checkpoint as ocp
 
     restore_args = {
-        name: ocp.ArrayRestoreArgs(sharding=part.sharding, dtype=casts[name]) for name, part in wanted.items()
+        name: ocp.RestoreArgs(restore_type=np.ndarray, dtype=casts[name])
+        if part.sharding is None
+        else ocp.ArrayRestoreArgs(sharding=part.sharding, dtype=casts[name])
+        for name, part in wanted.items()
     }
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:

@@ -10,6 +10,7 @@ import pytest
 
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.arrays.specs import ParamSpec
+from jaxinfer.model.layout import Layout
 from jaxinfer.weights.buffers import all_finite, empty, pack
 from jaxinfer.weights.errors import (
     ExtraTensorsError,
@@ -19,7 +20,7 @@ from jaxinfer.weights.errors import (
 )
 from jaxinfer.weights.families import find_family, read_config
 from jaxinfer.weights.families.base import Recipe
-from jaxinfer.weights.load import load_params
+from jaxinfer.weights.load import load_params, read_share
 from jaxinfer.weights.source import TensorSource, open_source
 from tests.families.sources import DictSource
 from tests.weights.files import write_gguf, write_hf
@@ -311,3 +312,76 @@ def test_smollm2_loads_whole(smollm2_gguf: Path) -> None:
     params = load_family(source, "bfloat16")
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == 134_515_008
     np.testing.assert_array_equal(params["embed"]["tokens"], source.read("token_embd.weight").astype(BF16))
+
+
+# Heads dealt out over four devices, with one of zeros; ffn filled up to what divides.
+PLACES = {("heads", 3): np.array([0, 1, 2, -1]), ("ffn", 6): np.array([0, 1, 2, 3, 4, 5, -1, -1])}
+FILLED = Layout(None, None, None, PLACES)  # type: ignore[arg-type]
+SHARED = {
+    "heads": (ParamSpec((3, 4, 8), ("heads", None, "embed")), lambda w: w.reshape(3, 4, 8), (12, 8)),
+    "inputs": (ParamSpec((8, 6), ("embed", "ffn")), same, (8, 6)),
+    "both": (ParamSpec((3, 6), ("heads", "ffn")), same, (3, 6)),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+@pytest.mark.parametrize("ways", [1, 2, 4])
+def test_a_share_is_what_the_whole_has_there_and_needs_nothing_else(case: str, ways: int) -> None:
+    leaf, transform, stored = SHARED[case]
+    tensor = RNG.standard_normal(stored, dtype=np.float32)
+    recipe = Recipe(("w",), transform)
+    whole = FILLED.fill(leaf, transform(tensor))
+    for share in range(ways):
+
+        def cut(dim: int, name: str | None, share: int = share) -> slice:
+            size = whole.shape[dim] // ways
+            return slice(share * size, (share + 1) * size) if name in ("heads", "ffn") else slice(None)
+
+        index = tuple(cut(dim, name) for dim, name in enumerate(leaf.axes))
+        got = read_share(lambda name: tensor, recipe, leaf, index, FILLED)
+        np.testing.assert_array_equal(got, whole[index])
+        # What other shares have may be anything.
+        others = np.isin(tensor, got, invert=True)
+        spoiled = np.where(others, np.nan, tensor).astype(np.float32)
+        np.testing.assert_array_equal(
+            read_share(lambda name, spoiled=spoiled: spoiled, recipe, leaf, index, FILLED), got
+        )
+
+
+def test_a_share_of_experts_opens_their_tensors_only() -> None:
+    names = tuple(f"e{i}" for i in range(4))
+    tensors = {name: RNG.standard_normal((6, 8), dtype=np.float32) for name in names}
+    leaf = ParamSpec((4, 6, 8), ("experts", "ffn", "embed"))
+    recipe = Recipe(names, lambda *arrays: np.stack(arrays))
+    opened: list[str] = []
+
+    def open_tensor(name: str) -> np.ndarray:
+        opened.append(name)
+        return tensors[name]
+
+    index = slice(2, 4), slice(4, 8), slice(None)
+    got = read_share(open_tensor, recipe, leaf, index, FILLED)
+    assert opened == ["e2", "e3"]
+    np.testing.assert_array_equal(got, FILLED.fill(leaf, np.stack(list(tensors.values())))[index])
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux tells what of a file is mapped")
+def test_the_rest_of_a_file_is_not_read(tmp_path: Path) -> None:
+    tensor = RNG.standard_normal((1024, 4096), dtype=np.float32)
+    write_hf(tmp_path, {"w": tensor}, {"model_type": "llama"})
+    source = open_source(tmp_path)
+    leaf, recipe = ParamSpec(tensor.shape, ("heads", "embed")), Recipe(("w",), same)
+    index = slice(256, 512), slice(None)
+    share = pack(read_share(source.read, recipe, leaf, index, None), np.dtype(np.float32))
+    np.testing.assert_array_equal(share, tensor[index])
+    # A kernel maps up to 2 MiB more at either end; the whole is 16 MiB, the share 4.
+    assert mapped_kib(tmp_path) <= share.nbytes / 1024 + 2 * 2048
+
+
+def mapped_kib(folder: Path) -> int:
+    """Returns how much of the files of a folder lies in this process's memory."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    starts = [number for number, line in enumerate(lines) if str(folder) in line]
+    rss = [next(line for line in lines[start:] if line.startswith("Rss:")) for start in starts]
+    assert rss
+    return sum(int(line.split()[1]) for line in rss)
