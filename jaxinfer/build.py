@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 
@@ -14,14 +14,17 @@ from jaxinfer.arrays.account import tell_fitted, tell_weights
 from jaxinfer.arrays.backend import backend
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.arrays.quantized import is_quantized
-from jaxinfer.arrays.sharding import num_shards, parse_mesh
+from jaxinfer.arrays.sharding import check_processes, num_shards, parse_mesh, spans_hosts
 from jaxinfer.arrays.specs import flatten_specs
 from jaxinfer.config import ModelConfig
+from jaxinfer.engine.budget import count_host_pages, device_memory_bytes, kv_pages, read_bytes
 from jaxinfer.engine.calls import Buckets
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.host_pages import HostPages
+from jaxinfer.engine.hosts import Hosts, current_hosts
+from jaxinfer.engine.leading import BUILD, STEP, LeadingRunner, read_step
 from jaxinfer.engine.runner import DeviceRunner
-from jaxinfer.hardware import describe_device, has_native_bfloat16, host_memory_bytes
+from jaxinfer.hardware import describe_device, has_native_bfloat16
 from jaxinfer.kernels.attention.api import choose_attention
 from jaxinfer.kernels.matmul.api import choose_matmul
 from jaxinfer.model.cache import copy_widths, describe_pages, page_bytes
@@ -36,6 +39,7 @@ from jaxinfer.steps.keep import ExecutableStore
 from jaxinfer.steps.state import make_state, stack_params
 from jaxinfer.weights.fetch import default_cache_dir
 from jaxinfer.weights.model import Model, open_model
+from jaxinfer.weights.records import from_json, to_json
 
 Say = Callable[[str], None]
 
@@ -71,70 +75,6 @@ def warn_of_widening(policy: Policy) -> list[str]:
 
 # A chunk of 32 tokens beside 8 decode rows takes 2 to 3 times as long as the rows alone on two cores.
 MIXED_TOKENS_CPU = 32
-_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-AUTO_KV_BYTES = (
-    512 * 2**20
-)  # what `auto` takes of any device, or one request at full length where that is more
-
-
-def kv_pages(text: str, bytes_a_page: int, pages_for_all: int, pages_for_one: int, device_bytes: int) -> int:
-    """Returns how many pages a memory budget buys.
-
-    Args:
-      text: ``auto``, ``512MiB`` (also B, kB, MB, GB, KiB, GiB), ``25%`` of the device, or ``1000 pages``.
-      bytes_a_page: over all layers.
-      pages_for_all: that ``max_num_seqs`` requests of full length need; never more are taken unless asked for.
-      pages_for_one: that one such request needs.
-      device_bytes: memory of the device that is free.
-
-    Raises:
-      ValueError: not one of these forms, or less than a page.
-    """
-    if text == "auto":
-        wanted = max(AUTO_KV_BYTES // bytes_a_page, pages_for_one)
-        return max(1, min(wanted, pages_for_all, device_bytes // 2 // bytes_a_page))
-    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(%|pages?|b|[kmg]i?b)\s*", text.lower(), re.ASCII)
-    if not found or (found.group(2) == "%" and float(found.group(1)) > 100):
-        raise ValueError(
-            f"kv_memory: got {text!r}; must be auto, bytes as 512MiB or 2GB, a share as 25%, or 1000 pages"
-        )
-    number, unit = float(found.group(1)), found.group(2)
-    if unit.startswith("page"):
-        pages = int(number)
-    else:
-        budget = device_bytes * number / 100 if unit == "%" else number * _UNITS[unit]
-        pages = int(budget // bytes_a_page)
-    if pages < 1:
-        raise ValueError(
-            f"kv_memory: {text!r} is less than one page of {bytes_a_page} bytes; give at least that"
-        )
-    return pages
-
-
-def read_bytes(name: str, text: str | int) -> int:
-    """Returns a number of bytes written as ``1GiB`` or as a plain number.
-
-    Raises:
-      ValueError: another form, with the setting's name.
-    """
-    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(b|[kmg]i?b)?\s*", str(text).lower(), re.ASCII)
-    if not found:
-        raise ValueError(f"{name}: got {text!r}; must be bytes, such as 1GiB, 500MB or 0")
-    return int(float(found.group(1)) * _UNITS[found.group(2) or "b"])
-
-
-def count_host_pages(text: str | int, bytes_a_page: int) -> int:
-    """Returns how many pages ``host_cache_bytes`` buys, 0 for 0.
-
-    Raises:
-      ValueError: another form, or less than a page, which would keep nothing.
-    """
-    budget = read_bytes("host_cache_bytes", text)
-    if 0 < budget < bytes_a_page:
-        raise ValueError(
-            f"host_cache_bytes: got {text!r}, less than one page of {bytes_a_page} bytes; give at least that, or 0"
-        )
-    return budget // bytes_a_page
 
 
 def choose_preemption(
@@ -234,17 +174,6 @@ def plan_memory(config: RunConfig, cfg: ModelConfig, policy: Policy, say: Say) -
     return pages, max_len
 
 
-def device_memory_bytes() -> int:
-    """Returns the free memory of the default device: the host's on CPU, what the allocator may still take elsewhere."""
-    device = jax.devices()[0]
-    if device.platform == "cpu":
-        return host_memory_bytes()
-    stats = device.memory_stats() or {}
-    if "bytes_limit" not in stats:
-        raise ValueError(f"kv_memory: {device.device_kind} does not tell its memory; give bytes or pages")
-    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-
-
 def pick_kernels(
     config: RunConfig, cfg: ModelConfig, policy: Policy, num_devices: int, say: Say
 ) -> tuple[Policy, str]:
@@ -256,8 +185,27 @@ def pick_kernels(
     return replace(policy, matmul=matmul), attention
 
 
+class Prepared(NamedTuple):
+    """What a run has on its devices, and what its scheduler must know of it; alike on every host.
+
+    Attributes:
+      state: params, cache, slots, table, buckets and host pages, as a `DeviceRunner` takes them.
+      num_pages: of each of ``num_shares`` shares of the rows. max_len: the longest sequence.
+      num_host_pages: in the host's memory. preemption: what becomes of rows that give way.
+    """
+
+    state: tuple[Any, ...]
+    num_pages: int
+    num_shares: int
+    max_len: int
+    num_host_pages: int
+    preemption: PreemptionMode
+
+
 def build_engine(config: RunConfig, model: Model | None = None, say: Say = lambda line: None) -> Engine:
     """Loads a model, takes the memory, compiles the steps and returns an engine that is ready to serve.
+
+    In process 0 of several that joined (`jaxinfer.engine.hosts.join`) it has the others do the same, see `follow`.
 
     Args:
       config: the run.
@@ -268,7 +216,51 @@ def build_engine(config: RunConfig, model: Model | None = None, say: Say = lambd
       ValueError: what is wrong with the configuration or (CheckpointError) with the checkpoint, named.
       FetchError: no such model, or it cannot be brought here.
     """
+    hosts = current_hosts()
     model = model or open_model(config.model)
+    if hosts is not None:
+        hosts.send(BUILD, to_json(replace(config, model=model.name)))
+    ready = prepare(config, model, say)
+    buckets = ready.state[4]
+    runner = DeviceRunner(*ready.state) if hosts is None else LeadingRunner(hosts, *ready.state)
+    limits = scheduler_config(config, buckets, ready.max_len, ready.preemption)
+    pools = [PagePool(ready.num_pages, config.page_size) for _ in range(ready.num_shares)]
+    scheduler = make_scheduler(limits, pools, config.enable_prefix_caching, ready.num_host_pages)
+    return Engine(
+        scheduler,
+        runner,
+        model.tokenizer,
+        vocab_size=model.cfg.vocab_size,
+        eos_ids=model.defaults.eos_ids,
+        draws=config.draws,
+        check=runner.device.slots.caps.check,
+    )
+
+
+def follow(hosts: Hosts, say: Say = lambda line: None) -> None:
+    """Does what process 0 does, in any other process, until process 0 says goodbye.
+
+    Args:
+      hosts: that this process joined. say: see `build_engine`.
+
+    Raises:
+      ValueError, FetchError: see `build_engine`.
+    """
+    runner: DeviceRunner | None = None
+    while (frame := hosts.receive()).kind != "bye":
+        if frame.kind == BUILD:
+            config = from_json(RunConfig, frame.content)
+            runner = None  # what it held makes room
+            runner = DeviceRunner(*prepare(config, open_model(config.model), say).state)
+        elif frame.kind == STEP and runner is not None:
+            with hosts.ending_all():
+                runner.repeat(read_step(frame))
+        else:
+            hosts.fail(f"process 0 sent {frame.kind!r}, which this version does not know here")
+
+
+def prepare(config: RunConfig, model: Model, say: Say) -> Prepared:
+    """Loads a model, takes the memory and compiles the steps; see `build_engine`."""
     cfg = model.cfg
     policy, reason = choose_policy(config.policy, model.policy)
     say(f"model {model.name}: {cfg.family}, {cfg.num_layers} layers; policy {policy} ({reason})")
@@ -285,6 +277,8 @@ def build_engine(config: RunConfig, model: Model | None = None, say: Say = lambd
     chosen, attention = pick_kernels(config, share, policy, layout.mesh.size if layout else 1, say)
     static = Static(share, chosen, attention, max_len)
     sizes = stack_sizes(cfg, config.stack_size or default_stack_size(cfg), policy)
+    if hosts := current_hosts():
+        hosts.require_same(policy=str(policy), pages=str(num_pages), steps=repr((static, sizes, buckets)))
     rows = config.max_num_seqs, max_len
     shapes, cache, slots = make_state(cfg, policy, sizes, (num_pages, config.page_size), rows, layout)
     store = open_store(config.compile_cache, say)
@@ -302,19 +296,8 @@ def build_engine(config: RunConfig, model: Model | None = None, say: Say = lambd
         params = stack_params(model.load(policy, layout, None), sizes, layout)
         compiling.result()
     host_pages = HostPages(num_host_pages, copy_widths(cache), num_pages, table) if num_host_pages else None
-    runner = DeviceRunner(params, cache, slots, table, buckets, host_pages)
-    limits = scheduler_config(config, buckets, max_len, preemption)
-    pools = [PagePool(num_pages, config.page_size) for _ in range(num_shares)]
-    scheduler = make_scheduler(limits, pools, config.enable_prefix_caching, num_host_pages)
-    return Engine(
-        scheduler,
-        runner,
-        model.tokenizer,
-        vocab_size=cfg.vocab_size,
-        eos_ids=model.defaults.eos_ids,
-        draws=config.draws,
-        check=slots.caps.check,
-    )
+    state = params, cache, slots, table, buckets, host_pages
+    return Prepared(state, num_pages, num_shares, max_len, num_host_pages, preemption)
 
 
 def lay_over_mesh(config: RunConfig, cfg: ModelConfig, policy: Policy, say: Say) -> tuple[Layout | None, int]:
@@ -324,6 +307,12 @@ def lay_over_mesh(config: RunConfig, cfg: ModelConfig, policy: Policy, say: Say)
       ValueError: a mesh that there is not, or that the model or the run cannot have, and why.
     """
     mesh = parse_mesh(config.mesh)
+    check_processes(mesh, config.mesh)
+    if spans_hosts(mesh) and read_bytes("host_cache_bytes", config.host_cache_bytes):
+        raise ValueError(
+            f"host_cache_bytes: got {config.host_cache_bytes!r} with {jax.process_count()} processes: a page lies in "
+            "parts on several hosts, and is not copied to one; set it to 0"
+        )
     if mesh is None:
         return None, 1
     if mesh.shape["stage"] > 1:

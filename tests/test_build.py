@@ -10,17 +10,15 @@ from hypothesis import strategies as st
 
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.build import (
-    AUTO_KV_BYTES,
     RunConfig,
     choose_buckets,
     choose_policy,
-    count_host_pages,
-    kv_pages,
     mixed_tokens,
     plan_memory,
     warn_of_widening,
 )
 from jaxinfer.config import AttentionConfig, LayerKind, MlpConfig, ModelConfig, RopeConfig
+from jaxinfer.engine.budget import AUTO_KV_BYTES, count_host_pages, kv_pages
 
 GIB = 2**30
 CFG = ModelConfig(

@@ -109,6 +109,21 @@ def spans_hosts(mesh: Mesh | None) -> bool:
     return mesh is not None and any(one.process_index != jax.process_index() for one in mesh.devices.flat)
 
 
+def check_processes(mesh: Mesh | None, text: str) -> None:
+    """Refuses a mesh, named by ``text``, that leaves a process of this run without a device.
+
+    Raises:
+      ValueError: it does.
+    """
+    num = jax.process_count()
+    if num > 1 and (mesh is None or len({one.process_index for one in mesh.devices.flat}) < num):
+        count = jax.device_count()
+        raise ValueError(
+            f"mesh: got {text!r}, which leaves some of {num} processes without a device; name a mesh over all {count} "
+            f"devices, as tensor={count}"
+        )
+
+
 def put_shards(array: Any, sharding: NamedSharding) -> jax.Array:
     """Returns a host array on devices, of which other processes have theirs from the same array of their own.
 

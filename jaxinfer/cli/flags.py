@@ -43,6 +43,9 @@ class CommandFlags:
     def __getitem__(self, name: str) -> Any:
         return self._values[name].value
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._helps
+
     def add(self, name: str, metavar: str, about: str, kind: Kind = "text", **options: Any) -> None:
         """Adds a flag.
 
@@ -65,6 +68,16 @@ class CommandFlags:
         self.add(
             "policy", "FORMAT", "number formats, such as float32 or bfloat16 (default what suits the device)"
         )
+
+    def add_hosts(self) -> None:
+        """Adds the flags of a run over several devices, and over several hosts."""
+        about = "devices that share the work, such as tensor=4,data=2; the same as run.mesh"
+        self.add("mesh", "AXIS=N,...", about)
+        about = "processes of the run, one a host; Slurm and Cloud TPU tell this and the next two"
+        self.add("num_processes", "N", about, "integer", lower_bound=1)
+        about = "which of them this is, from 0, which schedules"
+        self.add("process_id", "I", about, "integer", lower_bound=0)
+        self.add("coordinator", "HOST:PORT", "where process 0 is, and a port that is free there")
 
     def add_settings(self) -> None:
         """Adds the flags that reach every setting."""

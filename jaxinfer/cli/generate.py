@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from jaxinfer.cli.chat import converse
 from jaxinfer.cli.flags import CommandFlags, UsageError
 from jaxinfer.cli.jsonl import answer_file
-from jaxinfer.cli.start import MAX_TOKENS, params_of, settings_of
+from jaxinfer.cli.start import MAX_TOKENS, params_of, run_on_hosts, settings_of
 from jaxinfer.cli.stream import complete
 from jaxinfer.schedule.param_checks import SamplingParamsError
 
@@ -39,6 +39,7 @@ def make_flags() -> CommandFlags:
     )
     flags.add("seed", "N", "makes the draw reproducible", "integer")
     flags.add_model()
+    flags.add_hosts()
     flags.add_settings()
     return flags
 
@@ -56,11 +57,15 @@ def main(args: Sequence[str]) -> int:
         params = params_of(settings.sampling)
     except SamplingParamsError as error:
         raise UsageError(str(error)) from None
-    if flags["input"] is not None:
-        return answer_file(flags["input"], flags["output"], settings)
-    if flags["chat"]:
-        return converse(flags["prompt"], settings, params)
-    return complete(flags["prompt"] if flags["prompt"] is not None else _read_stdin(), settings, params)
+
+    def lead(hosts: object) -> int:
+        if flags["input"] is not None:
+            return answer_file(flags["input"], flags["output"], settings)
+        if flags["chat"]:
+            return converse(flags["prompt"], settings, params)
+        return complete(flags["prompt"] if flags["prompt"] is not None else _read_stdin(), settings, params)
+
+    return run_on_hosts(flags, lead)
 
 
 def _read_stdin() -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import NoReturn
 
@@ -28,7 +30,24 @@ USER_ERRORS = (ValueError, FetchError, OSError)  # a checkpoint's, a request's a
 
 def run() -> NoReturn:
     """Runs the command line of this process and exits."""
-    sys.exit(main(sys.argv[1:]))
+    try:
+        code = main(sys.argv[1:])
+    except BaseException:
+        if not _left_hosts():
+            raise
+        traceback.print_exc()
+        code = FAILED
+    if _left_hosts():
+        with suppress(OSError):
+            sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _left_hosts() -> bool:
+    """Returns whether an error parted this process from the others of its run, for which jax would wait at its end."""
+    hosts = sys.modules.get("jaxinfer.engine.hosts")
+    return hosts is not None and hosts.current_hosts() is not None
 
 
 def main(args: Sequence[str]) -> int:

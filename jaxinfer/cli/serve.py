@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli.flags import CommandFlags, UsageError
 from jaxinfer.cli.progress import say
 from jaxinfer.cli.settings import Settings
-from jaxinfer.cli.start import open_model_of, settings_of, tell_unused
+from jaxinfer.cli.start import open_model_of, run_on_hosts, settings_of, tell_unused
 from jaxinfer.schedule.param_checks import SamplingParamsError
 from jaxinfer.schedule.sampling_params import SamplingParams
 from jaxinfer.server.config import ServerConfig
 from jaxinfer.weights.fetch import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from jaxinfer.engine.hosts import Hosts
 
 HOST, PORT = "127.0.0.1", 8000
 KEY_VARIABLE = "JAXINFER_API_KEY"
@@ -31,6 +35,7 @@ def make_flags() -> CommandFlags:
             "--model smollm2-135m --port 8000",
             "--config configs/serve.toml --host 0.0.0.0",
             "--set server.api_key_file=keys.txt --set cache.kv_memory=2GiB",
+            "--mesh tensor=8,data=2 --num_processes 2 --process_id 0 --coordinator 10.0.0.1:8476",
         ),
     )
     flags.add_model()
@@ -42,6 +47,7 @@ def make_flags() -> CommandFlags:
     flags.add("api_key", "KEY", about, "texts")
     flags.add("max_num_seqs", "ROWS", "requests that run at once", "integer", lower_bound=1)
     flags.add("drain", "SECONDS", "for running requests after SIGTERM (default 30)", "number", lower_bound=0)
+    flags.add_hosts()
     flags.add_settings()
     return flags
 
@@ -61,8 +67,7 @@ def main(args: Sequence[str]) -> int:
     if missing := [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]:
         raise ValueError(f"serving needs {', '.join(missing)}: pip install 'jaxinfer[serve]'")
     config = server_config(settings, flags["api_key"])
-    _serve(settings, config)
-    return 0
+    return run_on_hosts(flags, lambda hosts: _serve(settings, config, hosts))
 
 
 def server_config(settings: Settings, api_keys: Sequence[str]) -> ServerConfig:
@@ -86,7 +91,7 @@ def server_config(settings: Settings, api_keys: Sequence[str]) -> ServerConfig:
         raise UsageError(str(error)) from None
 
 
-def _serve(settings: Settings, config: ServerConfig) -> None:
+def _serve(settings: Settings, config: ServerConfig, hosts: Hosts | None) -> int:
     # jax and FastAPI take seconds to import; a wrong flag need not wait for them.
     from jaxinfer.build import build_engine
     from jaxinfer.engine.aio import AsyncEngine
@@ -106,10 +111,14 @@ def _serve(settings: Settings, config: ServerConfig) -> None:
         model = open_model_of(settings)
         name = settings.run.get("model", DEFAULT_MODEL)
         engine = build_engine(read_run_config({**settings.run, "model": name}), model, say)
+        if hosts is not None:
+            # SIGTERM to any process drains, and only once: a second one would end what runs.
+            hosts.on_stop = lambda: None if engine.draining else os.kill(os.getpid(), signal.SIGTERM)
         sampling = {**dict(model.defaults.sampling), **settings.sampling}
         service = Service(AsyncEngine(engine), config, tuple(sampling.items()), model.cfg.family)
         line = f"serving {config.model_names[0]} at {url_of(taken)}"
         serve(service, taken, lambda: print(line, flush=True))
+    return 0
 
 
 def _check_sampling(settings: Settings) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from jaxinfer.schedule.sampling_params import SamplingParams
 from jaxinfer.weights.fetch import DEFAULT_MODEL
 
 if TYPE_CHECKING:
+    from jaxinfer.engine.hosts import Hosts
     from jaxinfer.llm import LLM
     from jaxinfer.weights.model import Model
 
@@ -26,8 +27,41 @@ _LEAST_LEN = 512
 def settings_of(flags: CommandFlags) -> Settings:
     """Returns what the configuration file, `--set` and the flags choose, the later over the earlier."""
     settings = read_settings(flags["config"], flags["set"])
-    settings.run.update({name: flags[name] for name in ("model", "policy") if flags[name] is not None})
+    named = [name for name in ("model", "policy", "mesh") if name in flags and flags[name] is not None]
+    settings.run.update({name: flags[name] for name in named})
     return settings
+
+
+def run_on_hosts(flags: CommandFlags, lead: Callable[[Hosts | None], int]) -> int:
+    """Runs a command here, or, as one of several processes, together with them.
+
+    Args:
+      flags: with those of `CommandFlags.add_hosts`. lead: the command, given the processes, None where this one is
+        alone; only process 0 calls it, and the others do what its engine does.
+
+    Returns:
+      The exit code.
+
+    Raises:
+      ValueError: of `find_place`, and of `build_engine` in any process.
+    """
+    from jaxinfer.engine.cluster import find_place
+    from jaxinfer.engine.hosts import join
+
+    try:
+        place = find_place(flags["num_processes"], flags["process_id"], flags["coordinator"])
+    except ValueError as error:
+        raise UsageError(f"--{error}") from None
+    if place is None:
+        return lead(None)
+    with join(place) as hosts:
+        say(f"process {place.index} of {place.count}, coordinator {place.coordinator}")
+        if hosts.leads:
+            return lead(hosts)
+        from jaxinfer.build import follow
+
+        follow(hosts, say)
+        return 0
 
 
 def read_text(path: str | None) -> str:

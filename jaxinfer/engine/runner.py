@@ -6,14 +6,16 @@ Nothing crosses but packed int32 buffers going in (one explicit `device_put` eac
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxinfer.engine.calls import Buckets, Call, pack_decode, pack_prefill, place_rows, split_plan
+from jaxinfer.engine.device import Device, Operation, forward_of
 from jaxinfer.engine.host_pages import HostPages
 from jaxinfer.engine.protocol import StepResult, TokenLogprobs
 from jaxinfer.schedule.plan import Admission, DecodeRow, Plan, PrefillPiece
@@ -21,7 +23,8 @@ from jaxinfer.schedule.request import Pooling
 from jaxinfer.steps.compiled import StepTable, count_compilations
 from jaxinfer.steps.sampling import Sampled
 from jaxinfer.steps.slots import Slots, pack_row
-from jaxinfer.steps.steps import Ahead
+
+Order = tuple[Operation, Callable[[Any], None]]  # and where what it computes goes
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class DeviceRunner:
       guard: makes any implicit transfer while serving an error.
 
     Attributes:
-      compilations: names of functions that were compiled while plans ran; none should be.
+      device: the state. compilations: names of functions that were compiled while plans ran; none should be.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class DeviceRunner:
         host_pages: HostPages | None = None,
         guard: bool = True,
     ) -> None:
-        self._params, self._cache, self._slots = params, cache, slots
+        self.device = Device(params, cache, slots, table)
         self._table, self._buckets = table, buckets
         self._host_pages = host_pages
         self._guard = guard
@@ -95,11 +98,21 @@ class DeviceRunner:
         pending = Pending(plan, [], {}, {})
         with self._guarded(), count_compilations(self.compilations):
             self._copy_pages(plan)
-            for admission in plan.admitted:
-                self._admit(admission)
+            orders = [order for admission in plan.admitted for order in self._admit(admission)]
             for call in split_plan(plan, self._buckets, self._table.num_shares):
-                self._run(call, pending)
+                orders += self._order(call, pending)
+            self.start(orders)
         return pending
+
+    def start(self, orders: Sequence[Order]) -> None:
+        """Starts operations, and hands on what they compute."""
+        for (_, take), found in zip(orders, self.device.run([one for one, _ in orders]), strict=True):
+            take(found)
+
+    def repeat(self, operations: Sequence[Operation]) -> None:
+        """Starts the operations of a step that another host has planned and reads."""
+        with self._guarded(), count_compilations(self.compilations):
+            self.device.run(operations)
 
     def collect(self, pending: Pending) -> StepResult:
         """Waits for one dispatched plan, oldest first, and brings its draws to the host."""
@@ -114,9 +127,10 @@ class DeviceRunner:
             return
         if self._host_pages is None:
             raise RuntimeError("a plan copies pages to the host, and this runner was given no room there")
-        self._host_pages.save(self._cache, plan.saves)
+        device = self.device
+        self._host_pages.save(device.cache, plan.saves)
         if plan.loads:
-            self._cache = self._host_pages.load(self._cache, plan.loads)
+            device.cache = self._host_pages.load(device.cache, plan.loads)
 
     def _guarded(self) -> contextlib.AbstractContextManager[None]:
         """Makes implicit transfers an error, either way; `jax.device_put` and `jax.device_get` are explicit."""
@@ -144,24 +158,23 @@ class DeviceRunner:
         pooled = tuple(_vectors(pending, i) for i in pieces) if pending.pooled else ()
         return StepResult(tokens, logprobs, prompts, pooled)
 
-    def _admit(self, admission: Admission) -> None:
+    def _admit(self, admission: Admission) -> Iterator[Order]:
+        """Yields what gives a slot to a request, and notes what the request wants."""
+        slots = self.device.slots
         row = pack_row(
             admission.params,
-            self._slots.caps,
-            vocab_size=self._slots.vocab_size,
+            slots.caps,
+            vocab_size=slots.vocab_size,
             prompt_len=admission.prompt_len,
             stop_ids=admission.stop_ids,
             seed=admission.seed,
             choice=admission.choice,
         )
         slot = admission.slot
-        put = self._table.put
-        self._slots = self._table.install(self._slots, put(np.int32(slot)), put(row))
+        yield Operation("install", (), (np.array(slot, np.int32), *jax.tree.leaves(row))), _drop
         if admission.cached:
-            tokens = np.zeros(self._slots.history.shape[1], np.int32)
-            tokens[: len(admission.cached)] = admission.cached
-            known = put((np.int32(slot), tokens, np.int32(len(admission.cached))))
-            self._slots = self._table.recall(self._slots, *known)
+            known = np.array(slot, np.int32), np.array(admission.cached, np.int32)
+            yield Operation("recall", (), known), _drop
         params = admission.params
         self._pooling[slot] = admission.pooling
         for slots, asked in (
@@ -171,25 +184,20 @@ class DeviceRunner:
         ):
             (slots.add if asked else slots.discard)(slot)
 
-    def _run(self, call: Call, pending: Pending) -> None:
-        """Starts one call, and notes what it draws and computes of prompts."""
+    def _order(self, call: Call, pending: Pending) -> Iterator[Order]:
+        """Yields the operations of one call, and where what they compute goes."""
         plan, shape, prefill = pending.plan, call.shape, call.shape.prefill
         shares, table = self._table.num_shares, plan.page_table
-        packed: list[Any] = []
+        packed: list[np.ndarray] = []
         if shape.decode:
-            packed.append(pack_decode(call.decode, shape.decode, table, shares))
+            packed.append(pack_decode(call.decode, shape.decode, table, shares).packed)
         if prefill[0]:
-            packed.append(pack_prefill(call.prefill, *prefill, table, shares))
-        buffers = self._table.put(tuple(packed), "rows")
-        forward = self._table.forward(shape)
+            packed.append(pack_prefill(call.prefill, *prefill, table, shares).packed)
+        forward, counts = forward_of(shape, *packed), shape.draws(shares)
         if shape.num_steps > 1:
-            drawn, self._cache, self._slots = forward(self._params, self._cache, self._slots, *buffers)
-            scored = any(row.slot in self._wants for row in call.decode)
-            (num_rows,) = shape.draws(shares)
-            places = place_rows(call.decode, num_rows, len(table), shares)
-            pending.draws.append(Draws(call.decode, places, drawn, scored))
+            yield forward, self._take_draws(pending, call.decode, counts[0])
             return
-        ahead, self._cache, self._slots = forward(self._params, self._cache, self._slots, *buffers)
+        yield forward, _drop
         index = {(piece.slot, piece.start): i for i, piece in enumerate(plan.prefill)}
         places = place_rows(call.prefill, prefill[0], len(table), shares)
         rows = [
@@ -197,27 +205,25 @@ class DeviceRunner:
             for row, piece in zip(places, call.prefill, strict=True)
         ]
         if wanted := [(i, row) for i, row, piece in rows if piece.slot in self._wants_prompt]:
-            scored = self._table.score(shape)(self._params, ahead[-1].x, buffers[-1])
-            pending.scores.update((i, (scored, row)) for i, row in wanted)
+            yield Operation("score"), partial(_put_rows, pending.scores, wanted)
         if wanted := [(i, row) for i, row, piece in rows if self._pools(piece)]:
-            pooled = self._table.embed(shape)(ahead[-1].x, buffers[-1])
-            pending.pooled.update((i, (pooled, row)) for i, row in wanted)
-        pending.draws.extend(
-            self._draw(one, block, len(table)) for one, block in zip(ahead, call.blocks, strict=True)
-        )
+            yield Operation("embed"), partial(_put_rows, pending.pooled, wanted)
+        for number, (block, count) in enumerate(zip(call.blocks, counts, strict=True)):
+            greedy = {row.slot for row in block} <= self._plain
+            yield Operation("draw", (number, int(greedy))), self._take_draws(pending, block, count)
 
     def _pools(self, piece: PrefillPiece) -> bool:
         """Whether the hidden states of a piece are wanted: of every piece for a mean."""
         pooling = self._pooling.get(piece.slot)
         return pooling == "mean" or (pooling == "last" and piece.is_last)
 
-    def _draw(self, ahead: Ahead, rows: Sequence[DecodeRow | PrefillPiece], num_slots: int) -> Draws:
-        """Starts the draws of one block, the cheap ones where no row asks for more than the likeliest token."""
-        slots = {row.slot for row in rows}
-        draw = self._table.draw(len(ahead.rows), greedy=slots <= self._plain)
-        drawn, self._slots = draw(self._slots, ahead.logits, ahead.rows)
-        places = place_rows(rows, len(ahead.rows), num_slots, self._table.num_shares)
-        return Draws(tuple(rows), places, drawn, not self._wants.isdisjoint(slots))
+    def _take_draws(
+        self, pending: Pending, rows: Sequence[DecodeRow | PrefillPiece], num_rows: int
+    ) -> Callable[[Any], None]:
+        """Returns what notes the draws of one block among ``num_rows``."""
+        places = place_rows(rows, num_rows, len(pending.plan.page_table), self._table.num_shares)
+        scored = any(row.slot in self._wants for row in rows)
+        return lambda found: pending.draws.append(Draws(tuple(rows), places, found, scored))
 
     def _prompt_logprobs(self, pending: Pending, piece: int) -> TokenLogprobs | None:
         if piece not in pending.scores:
@@ -225,6 +231,14 @@ class DeviceRunner:
         scored, row = pending.scores[piece]
         length = len(pending.plan.prefill[piece].tokens)
         return _logprobs(jax.tree.map(lambda leaf: leaf[row, :length], jax.device_get(scored)))
+
+
+def _drop(found: Any) -> None:
+    """Takes what an operation computes that nobody reads."""
+
+
+def _put_rows(into: dict[int, tuple[Any, int]], wanted: list[tuple[int, int]], found: Any) -> None:
+    into.update((i, (found, row)) for i, row in wanted)
 
 
 def _vectors(pending: Pending, piece: int) -> np.ndarray | None:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer.arrays.sharding import num_shards, partition
+from jaxinfer.arrays.sharding import gather_shards, num_shards, partition, put_shards, spans_hosts
 from jaxinfer.model.cache import copy_widths, read_pages, replace_pages
 from jaxinfer.model.decoder import Static
 from jaxinfer.schedule.sampling_params import DRAWS
@@ -119,6 +119,8 @@ class StepTable:
         mesh: Mesh | None = None,
     ) -> None:
         self.static, self._mesh = static, mesh
+        self._spans = spans_hosts(mesh)  # no host can read all of what is cut over all
+        self._results = partition(()) if self._spans else _ROWS
         self._state = jax.tree.map(_abstract, (params, cache, slots))
         self._devices = devices_of(self._state)
         self._store = store if self._devices is not None else None
@@ -172,7 +174,9 @@ class StepTable:
     def put(self, tree: Any, *axes: str | None) -> Any:
         """Brings host arrays to the devices that the executables run on: whole, or cut along the axes named."""
         over = self._over(*axes)
-        return jax.device_put(tree) if over is None else jax.device_put(tree, over)
+        if over is None or not self._spans:
+            return jax.device_put(tree) if over is None else jax.device_put(tree, over)
+        return jax.tree.map(lambda array: put_shards(array, over), tree)
 
     def forward(self, shape: Shape) -> Callable[..., Any]:
         """``(params, cache, slots, *packed)``: see `forward_step`, or `decode_steps` for several steps."""
@@ -288,19 +292,31 @@ class StepTable:
         over = self._over("rows", "vocab")
         logits = jax.ShapeDtypeStruct((num_rows, vocab_size), jnp.float32, sharding=over)
         args = (self._state[2], logits, self._ints(num_rows, 3, over="rows"))
-        return self._lower(fn, args, (_ROWS, _specs(self._state[2])), donate=(0,))
+
+        def run(slots: Any, logits: jax.Array, rows: jax.Array) -> Any:
+            drawn, slots = fn(slots, logits, rows)
+            return self._for_all(drawn), slots
+
+        return self._lower(run, args, (self._results, _specs(self._state[2])), donate=(0,))
 
     def _lower_score(self, shape: Shape) -> Any:
         params, slots = self._state[0], self._state[2]
         static, width, vocab_size = self.static, shape.width, slots.vocab_size
 
         def run(params: Any, x: jax.Array, rows: PrefillRows) -> Any:
-            return score_prompt(params, x, rows, static, width, vocab_size)
+            return self._for_all(score_prompt(params, x, rows, static, width, vocab_size))
 
-        return self._lower(run, (params, self._stream(shape), self._prefill_rows(shape)), _ROWS)
+        return self._lower(run, (params, self._stream(shape), self._prefill_rows(shape)), self._results)
 
     def _lower_embed(self, shape: Shape) -> Any:
-        return self._lower(embed_prompt, (self._stream(shape), self._prefill_rows(shape)), _ROWS)
+        def run(x: jax.Array, rows: PrefillRows) -> Any:
+            return self._for_all(embed_prompt(x, rows))
+
+        return self._lower(run, (self._stream(shape), self._prefill_rows(shape)), self._results)
+
+    def _for_all(self, found: Any) -> Any:
+        """Returns results by row as the host that schedules can read them: all of them, where hosts have some each."""
+        return jax.tree.map(lambda x: gather_shards(x, "rows", 0), found) if self._spans else found
 
     def _stream(self, shape: Shape) -> jax.ShapeDtypeStruct:
         """``[b, T, D]``: the normed stream of the prefill rows."""

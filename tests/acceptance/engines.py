@@ -51,18 +51,18 @@ def renew(
     """
     old, runner = llm.engine, llm.engine.runner
     assert isinstance(runner, DeviceRunner)
-    params, table, pool = runner._params, runner._table, old.scheduler.pool
+    params, table, pool = runner.device.params, runner._table, old.scheduler.pool
     config = replace(old.scheduler.config, **limits)
     cfg, policy = table.static.cfg, table.static.policy
     tokenizer, eos_ids, defaults = old.tokenizer, old.eos_ids, None
-    sizes = [pages.k.shape[0] for pages in runner._cache]
+    sizes = [pages.k.shape[0] for pages in runner.device.cache]
     if folder is not None:
         model = open_model(str(folder))
         assert model.cfg == cfg
         params = stack_layers(model.load(Policy.parse(str(policy)), None, None), sizes)
         tokenizer, eos_ids, defaults = model.tokenizer, model.defaults.eos_ids, model.defaults
     cache = init_cache(cfg, policy, sizes, pool.num_pages, pool.page_size)
-    slots = init_slots(config.max_num_seqs, config.max_len, cfg.vocab_size, runner._slots.caps)
+    slots = init_slots(config.max_num_seqs, config.max_len, cfg.vocab_size, runner.device.slots.caps)
     room = HostPages(host_pages, copy_widths(cache), pool.num_pages, table) if host_pages else None
     new_pool = PagePool(num_pages or pool.num_pages, pool.page_size)
     engine = Engine(
@@ -71,6 +71,6 @@ def renew(
         tokenizer,
         vocab_size=cfg.vocab_size,
         eos_ids=eos_ids,
-        check=runner._slots.caps.check,
+        check=runner.device.slots.caps.check,
     )
     return LLM.from_engine(engine, defaults)

@@ -30,8 +30,8 @@ def expect(toy: LLM) -> Expect:
     """What a prompt's embedding must be: one forward over the whole of it, without engine or chunks."""
     runner = toy.engine.runner
     assert isinstance(runner, DeviceRunner)
-    params, static = runner._params, runner._table.static
-    sizes = [pages.k.shape[0] for pages in runner._cache]
+    params, static = runner.device.params, runner._table.static
+    sizes = [pages.k.shape[0] for pages in runner.device.cache]
     padded = 112
 
     @jax.jit

@@ -65,7 +65,7 @@ def test_an_implicit_transfer_while_serving_is_an_error(
     runner = llm.engine.runner
     assert isinstance(runner, DeviceRunner)
     if moved == "params":
-        runner._params = jax.tree.map(np.asarray, runner._params)
+        runner.device.params = jax.tree.map(np.asarray, runner.device.params)
     else:
         monkeypatch.setattr(jax, "device_put", lambda tree: tree)
     with pytest.raises(EngineError, match="Disallowed host-to-device transfer"):

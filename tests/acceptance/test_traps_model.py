@@ -91,7 +91,7 @@ def test_trap_22_pages_have_the_checkpoint_s_own_head_size(head_dim: Any, tmp_pa
     config = {key: value for key, value in case.config.items() if key != "head_dim"}
     llm = open_case(tmp_path, case, config if head_dim == "absent" else config | {"head_dim": head_dim})
     assert isinstance(llm.engine.runner, DeviceRunner)
-    assert llm.engine.runner._cache[0].k.shape[-1] == 2 * 16
+    assert llm.engine.runner.device.cache[0].k.shape[-1] == 2 * 16
     assert_logits_are_the_references(llm, case)
 
 

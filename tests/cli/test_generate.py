@@ -228,3 +228,27 @@ def test_generate_prints_the_reference_text(smollm2_gguf: Path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == " Paris.\n\nThe answer is: 2018-01-22 12:12:53.\n"
+
+
+def test_the_mesh_has_a_flag_of_its_own(jaxinfer_cli: CommandLine):
+    jaxinfer_cli("generate", "--prompt", "p", "--mesh", "tensor=2", "--set", "run.mesh=data=2")
+    jaxinfer_cli("generate", "--prompt", "p", "--set", "run.mesh=data=2")
+    assert [run.mesh for run in jaxinfer_cli.runs] == ["tensor=2", "data=2"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--num_processes", "2"], "--process_id, coordinator: missing"),
+        (["--num_processes", "2", "--process_id", "2", "--coordinator", "a:1"], "--process_id: got 2"),
+        (["--num_processes", "0"], "num_processes"),
+    ],
+)
+def test_a_place_among_processes_that_cannot_be_is_refused(
+    jaxinfer_cli: CommandLine, flags: list[str], says: str
+):
+    for command in (["generate", "--prompt", "p"], ["serve", "--port", "0"]):
+        code, _, err = jaxinfer_cli(*command, *flags)
+        assert code == 2
+        assert says in err
+        assert jaxinfer_cli.runs == []
