@@ -54,12 +54,17 @@ def rotate(x: jax.Array, block: int) -> jax.Array:
 
 
 def rotate_host(x: np.ndarray, block: int) -> np.ndarray:
-    """Returns what `rotate` does, in numpy: ``[..., I]`` float32."""
+    """Returns what `rotate` does, in numpy: ``[..., I]`` float32.
+
+    By sums and differences, not by a product: numpy's rounds in an order of its own from one array to the next, and a
+    weight must have the same codes wherever it is made.
+    """
     p, m = _runs(block)
-    y = x.reshape(-1, max(1, p // _FACTOR), min(p, _FACTOR))
-    y = y @ hadamard(y.shape[2]).astype(np.float32)
-    if y.shape[1] > 1:
-        y = hadamard(y.shape[1]).astype(np.float32) @ y
+    y, step = x, 1
+    while step < p:
+        low, high = np.moveaxis(y.reshape(-1, 2, step), 1, 0)
+        y = np.stack((low + high, low - high), 1)
+        step *= 2
     y = y.reshape(-1, m, p) * np.float32(p**-0.5)
     if m > 1:
         y -= y.sum(1, keepdims=True) * np.float32(2 / m)

@@ -23,7 +23,7 @@ import numpy as np
 from jaxinfer.arrays.formats import FLOAT32, Format
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.arrays.quant import dequantize
-from jaxinfer.arrays.quantized import abstract, is_quantized
+from jaxinfer.arrays.quantized import abstract, fit_format, is_quantized
 from jaxinfer.arrays.rounding import quantize
 from jaxinfer.arrays.specs import ParamSpec, flatten_specs, is_spec, path_name
 from jaxinfer.config import GenerationDefaults, ModelConfig
@@ -198,7 +198,7 @@ def restore(
     leaves = dict(flatten_specs(specs))
     _check_leaves(path, meta, leaves)
     where = leaf_shardings(specs, shardings)
-    formats = {name: policy.format_of(name, spec) for name, spec in leaves.items()}
+    formats = {name: fit_format(spec, policy.format_of(name, spec)) for name, spec in leaves.items()}
     stored = {name: fmt for name, (_, fmt) in meta.leaves.items()}
     changed = {n for n in leaves if _is_changed(leaves[n], stored[n], formats[n], layout)}
     wanted: dict[str, jax.ShapeDtypeStruct] = {}
