@@ -22,6 +22,7 @@ COMMANDS = {
     "bench": "measure endpoints, or an engine in this process, under load",
     "convert": "write a checkpoint that starts faster",
     "quantize": "write a checkpoint of 4-bit weights, calibrated on a text",
+    "selfcheck": "whether these devices compute as they should, layer by layer",
     "compile": "what a model needs of TPUs or GPUs that are not here",
 }
 OK, FAILED, USAGE, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141  # the last two are the shell's 128 + signal

@@ -44,3 +44,8 @@ class Progress:
         tenths = self._done * _LOG_LINES // self._total
         if not self._is_bar and tenths > (self._done - 1) * _LOG_LINES // self._total:
             say(f"{self._title}: {self._done} of {self._total} {self._unit}s")
+
+    def write(self, text: str) -> None:
+        """Writes lines of the answer to stdout, above the bar."""
+        self._bar.write(text, file=sys.stdout)
+        sys.stdout.flush()

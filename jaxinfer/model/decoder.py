@@ -266,15 +266,19 @@ def unembed(params: dict[str, Any], static: Static, x: jax.Array) -> jax.Array:
 
 
 def forward(
-    params: dict[str, Any], cache: KVCache, blocks: Sequence[Block], static: Static
+    params: dict[str, Any],
+    cache: KVCache,
+    blocks: Sequence[Block],
+    static: Static,
+    keep: list[jax.Array] | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Runs row blocks through the decoder, writing their keys and values into the cache.
 
     Args:
-      params: tree with ``stacks`` (`stack_layers`).
-      cache: pages; consumed.
+      params: tree with ``stacks`` (`stack_layers`). cache: pages; consumed.
       blocks: rows to run; their tokens form one stream of ``M = sum(B * T)`` rows.
       static: what the step is compiled for.
+      keep: is given the stream ``[M, D]`` as it is embedded and as each stack leaves it; None for nothing.
 
     Returns:
       The normed stream ``[M, D]``, block after block, rows of a block in order, and the cache.
@@ -287,6 +291,8 @@ def forward(
     tables = jax.lax.optimization_barrier(
         [rotary(positions, *inv_freq(rope, static.context)) for rope in cfg.ropes]
     )
+    keep = [] if keep is None else keep
+    keep.append(x)
     done = 0
     new_cache = []
     for stack, pages in zip(params["stacks"], cache, strict=True):
@@ -294,6 +300,7 @@ def forward(
         kinds = cfg.layers[done : done + size]
         x, pages = _run_stack(x, stack, pages, kinds, blocks, tables, static)
         new_cache.append(pages)
+        keep.append(x)
         done += size
     return norm(x, params["final_norm"], cfg.norm), tuple(new_cache)
 
