@@ -112,15 +112,20 @@ def choose_preemption(
 def choose_buckets(config: RunConfig, max_len: int) -> Buckets:
     """Returns the shapes to compile: a few, since each costs seconds before the first request.
 
-    Decode rows grow by powers of two; prefill shapes cover one long chunk and several short ones.
+    On a CPU decode rows grow by powers of two, and prefill shapes cover one long chunk, a short one and several short
+    ones. Accelerators read the same weights for 64 rows as for 8, and compile a shape for half a minute: two counts of
+    decode rows, one long chunk and several short ones, which are 16 executables where tokens are drawn and no more.
     """
     R, budget = config.max_num_seqs, config.max_num_batched_tokens
+    is_cpu = backend() == "cpu"
     # One row is no cheaper than two.
     decode = sorted({min(max(R, 2), 2**i) for i in range(1, R.bit_length() + 1)})
+    decode = decode if is_cpu else sorted({min(8, decode[-1]), decode[-1]})
     prefill = config.prefill_buckets
     if not prefill:
         short = min(64, budget)
-        prefill = ((1, short), (min(R, budget // short), short), (1, budget))
+        prefill = ((min(R, budget // short), short), (1, budget))
+        prefill += ((1, short),) if is_cpu else ()
     width = -(-max_len // config.page_size)
     mixed = (decode[-1],) if R > 1 else ()
     most = mixed_tokens(config)
@@ -136,7 +141,7 @@ def mixed_tokens(config: RunConfig) -> int | None:
     Buckets that a run names are for pieces of their size: fewer tokens would only be padded up to it.
     """
     most = config.mixed_prefill_tokens
-    if most is None and jax.default_backend() == "cpu" and not config.prefill_buckets:
+    if most is None and backend() == "cpu" and not config.prefill_buckets:
         most = MIXED_TOKENS_CPU
     return min(most, config.max_num_batched_tokens) if most else None
 

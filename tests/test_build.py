@@ -161,6 +161,19 @@ def test_shapes_hold_every_row_and_the_longest_sequence(given: dict[str, Any], m
     assert len(buckets.decode) <= 13
 
 
+def test_an_accelerator_compiles_sixteen_executables_to_draw_tokens(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jaxinfer.build.backend", lambda: "tpu")
+    buckets = choose_buckets(RunConfig(max_num_seqs=64, max_num_batched_tokens=2048), 2048)
+    assert buckets.decode == (8, 64)
+    assert buckets.prefill == ((1, 2048), (32, 64))
+    assert buckets.mixed == (64,)
+    shapes = buckets.shapes()
+    rows = {count for shape in shapes for count in shape.draws()}
+    assert len(shapes) + 2 * len(rows) + len(("install", "recall")) == 16
+    few = choose_buckets(RunConfig(max_num_seqs=3), 2048)
+    assert few.decode == (3,)
+
+
 def test_prefill_shapes_can_be_given():
     buckets = choose_buckets(RunConfig(prefill_buckets=((4, 16), (1, 64), (4, 16))), 128)
     assert buckets.prefill == ((1, 64), (4, 16))
