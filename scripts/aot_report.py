@@ -1,8 +1,10 @@
 """README's table of steps compiled for TPUs and GPUs that are not here.
 
     python scripts/aot_report.py --model llama-3-8b --targets tpu:v6e,gpu:h100 --policies bfloat16,w8a16+kv8
+    python scripts/aot_report.py --model llama-3-70b --targets tpu:v6e:2x4/tensor=8,tpu:v6e:4x4/tensor=16
 
-Needs the extra `aot`. Of a policy's settings `+` stands for the comma. A step takes 5 to 60 seconds to compile.
+Needs the extra `aot`. What stands behind a target's `/` is a mesh of its devices; without it one of them is taken. In a
+policy or a mesh `+` stands for the comma. A step takes 5 to 60 seconds to compile.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ jax.config.update("jax_platforms", "cpu")
 from jaxinfer.aot.models import read_model  # noqa: E402
 from jaxinfer.aot.report import Workload, compile_step  # noqa: E402
 from jaxinfer.aot.table import COLUMNS, row_of  # noqa: E402
-from jaxinfer.aot.targets import Target, open_target, single_mesh  # noqa: E402
+from jaxinfer.aot.targets import Target, make_mesh, open_target  # noqa: E402
 from jaxinfer.arrays.precision import Policy  # noqa: E402
 
 
@@ -36,14 +38,15 @@ def main() -> None:
     args = parser.parse_args()
     cfg = read_model(args.model)
     versions = ", ".join(f"{name} {_version(name)}" for name in ("jax", "libtpu", "jax-cuda13-plugin"))
-    print(f"{args.model}, {args.rows} rows of {args.context} tokens, one device; {versions}\n")
+    print(f"{args.model}, {args.rows} rows of {args.context} tokens, figures of a device; {versions}\n")
     head = ["target", "policy", "step", *COLUMNS]
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
     decode = Workload(rows=args.rows, context=args.context)
     steps = {"decode": decode, "prefill": dataclasses.replace(decode, prefill=args.context)}
     for name in args.targets.split(","):
-        target = Target.parse(name)
-        mesh = single_mesh(open_target(target))
+        text, _, mesh_text = name.partition("/")
+        target = Target.parse(text)
+        mesh = make_mesh(open_target(target), mesh_text.replace("+", ","))
         for text in args.policies.split(","):
             policy = Policy.parse(text.replace("+", ","), base="bfloat16")
             for step in args.steps.split(","):

@@ -34,12 +34,14 @@ class Cost:
 
     Attributes:
       num_bytes: read from and written to the device's memory. flops: additions and multiplications of products.
-      collectives: runs by opcode. host_calls: runs of calls to the host.
+      collectives: runs by opcode. collective_bytes: by opcode, on one device the larger of what it gives and gets.
+      host_calls: runs of calls to the host.
     """
 
     num_bytes: float = 0
     flops: float = 0
     collectives: Counter[str] = field(default_factory=Counter)
+    collective_bytes: Counter[str] = field(default_factory=Counter)
     host_calls: int = 0
 
 
@@ -56,13 +58,35 @@ def measure(module: Module, dynamic_trips: float = 1) -> Cost:
     cost = Cost()
     for computation, instruction, times in walk(module, dynamic_trips):
         name = instruction.opcode.removesuffix("-start")
-        if name in COLLECTIVES:
-            cost.collectives[name] += round(times)
+        for within, each in _collectives(module, computation, instruction):
+            kind = each.opcode.removesuffix("-start")
+            cost.collectives[kind] += round(times)
+            cost.collective_bytes[kind] += round(times * _crossing(within, each))
         if name == "custom-call" and re.search(r'target="[^"]*(callback|host)', instruction.attributes, re.I):
             cost.host_calls += round(times)
         cost.num_bytes += times * _bytes_of(module, computation, instruction)
         cost.flops += times * _flops_of(module, computation, instruction)
     return cost
+
+
+def _collectives(
+    module: Module, computation: Computation, i: Instruction
+) -> Iterator[tuple[Computation, Instruction]]:
+    """Yields an instruction that crosses devices, or those in its fusion, each with its computation."""
+    if i.opcode.removesuffix("-start") in COLLECTIVES:
+        yield computation, i
+    elif (inner := fused(module, i)) is not None:
+        for each in inner.instructions.values():
+            yield from _collectives(module, inner, each)
+
+
+def _crossing(computation: Computation, i: Instruction) -> float:
+    """Returns the bytes of a collective: of its operands, or of its results where these are more."""
+    kind = i.type
+    if i.opcode != "all-reduce-start" and i.opcode.endswith("-start") and isinstance(kind, tuple):
+        kind = kind[1]  # of (operands, results, ...)
+    given = [array for operand in computation.operands_of(i) for array in operand.arrays]
+    return max(sum(a.size * a.bits / 8 for a in arrays) for arrays in (given, list(flatten(kind))))
 
 
 def walk(module: Module, dynamic_trips: float = 1) -> Iterator[tuple[Computation, Instruction, float]]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,14 +20,20 @@ from jaxinfer.aot.cost import Cost, measure
 from jaxinfer.aot.targets import Target
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.arrays.quantized import Quantized
+from jaxinfer.arrays.sharding import num_shards
 from jaxinfer.arrays.specs import FLOAT32_ROLES, flatten_specs, path_name
-from jaxinfer.build import default_stack_size
+from jaxinfer.build import choose_buckets, default_stack_size, take_share
 from jaxinfer.config import ModelConfig
 from jaxinfer.kernels.attention.api import choose_attention
 from jaxinfer.model.cache import cache_shapes
 from jaxinfer.model.decoder import Static, param_specs, stack_sizes, stacked_shapes
-from jaxinfer.steps.compiled import Shape, StepTable
+from jaxinfer.model.layout import describe_cache, describe_params, lay_out
+from jaxinfer.run_config import RunConfig
+from jaxinfer.steps.compiled import Compiled, Shape, StepTable
 from jaxinfer.steps.slots import init_slots
+
+SERVED = ("greedy", "sample")  # draws of a serving run that neither scores prompts nor pools them
+_ROLES = {"matrix": "matrices", "embedding": "embedding", "head": "head"}
 
 
 @dataclass(frozen=True)
@@ -33,7 +42,8 @@ class Workload:
 
     Attributes:
       rows: sequences whose pages the cache holds. context: tokens of each. page_size: Z, tokens a page.
-      prefill: tokens of one prompt that the step runs, or 0: it decodes a token of every row.
+      prefill: tokens of one prompt (of each share of the rows) that the step runs, or 0: it decodes a token of every
+        row.
     """
 
     rows: int = 64
@@ -42,10 +52,19 @@ class Workload:
     prefill: int = 0
 
     @property
-    def shape(self) -> Shape:
-        """The step's shape."""
-        width = -(-self.context // self.page_size)
-        return Shape(0, (1, self.prefill), width) if self.prefill else Shape(self.rows, (0, 0), width)
+    def width(self) -> int:
+        """W, pages a row."""
+        return -(-self.context // self.page_size)
+
+    def shape(self, num_shares: int = 1) -> Shape:
+        """Returns the step's shape.
+
+        Args:
+          num_shares: into which a mesh cuts the rows.
+        """
+        if self.prefill:
+            return Shape(0, (num_shares, self.prefill), self.width)
+        return Shape(self.rows, (0, 0), self.width)
 
     def __str__(self) -> str:
         return f"prefill {self.prefill}" if self.prefill else f"decode {self.rows} x {self.context}"
@@ -58,8 +77,9 @@ class StepReport:
     Attributes:
       fits: whether it fits into the device's memory. why: what the compiler said where it does not.
       seconds: to lower and compile.
-      weights, cache, rest: bytes of its arguments. temporary, peak: bytes beside them, and at most in all.
-      cost: of one run. model_flops: of the model's products alone.
+      weights, cache, rest: bytes of its arguments. roles: of the weights, by role (`count_roles`).
+      temporary, peak: bytes beside them, and at most in all.
+      cost: of one run. model_flops: of this device's share of the model's products alone.
       copies: of weights and cache, in memory.
     """
 
@@ -74,6 +94,7 @@ class StepReport:
     cost: Cost = field(default_factory=Cost)
     model_flops: float = 0
     copies: tuple[Copy, ...] = ()
+    roles: Mapping[str, int] = field(default_factory=dict)
 
 
 def compile_step(
@@ -89,26 +110,21 @@ def compile_step(
     """Compiles the step that serving runs, from shapes alone, and reads the executable.
 
     Args:
-      cfg: the model. policy: number formats. target: the device. mesh: of its devices; all state lies on each.
+      cfg: the model. policy: number formats. target: the device.
+      mesh: of its devices: of `parse_mesh`, over which the model is laid, or of `single_mesh`.
       workload: rows and tokens. attention, stack_size: as a run chooses them.
+
+    Raises:
+      ValueError: the model cannot lie over the mesh, and why.
     """
+    table, state = describe_table(cfg, policy, mesh, workload, attention=attention, stack_size=stack_size)
+    num_shares = table.num_shares
+    weights, cache, _ = own = tuple(map(cut_share, state))
+    began = time.perf_counter()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        sizes = stack_sizes(cfg, stack_size or default_stack_size(cfg), policy)
-        width = workload.shape.width
-        state = _place(
-            (
-                stacked_shapes(cfg, policy, sizes),
-                cache_shapes(cfg, policy, sizes, workload.rows * width, workload.page_size),
-                jax.eval_shape(lambda: init_slots(workload.rows, workload.context, cfg.vocab_size)),
-            ),
-            mesh,
-        )
-        chosen, _ = choose_attention(attention, cfg.attention, policy, mesh.size)
-        static = Static(cfg, policy, chosen, workload.context)
-        began = time.perf_counter()
-        lowered = StepTable(static, *state).lower(workload.shape)
-    weights, cache, _ = (count_bytes(part) for part in state)
-    flops = _model_flops(cfg, workload)
+        lowered = table.lower(workload.shape(num_shares))
+    sizes = count_bytes(weights), count_bytes(cache)
+    roles, flops = count_roles(cfg, weights), _model_flops(cfg, workload, num_shares) / mesh.size
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -116,7 +132,8 @@ def compile_step(
             raise
         needs = re.search(r"\(([\d.]+[KMG])\) exceeds available \w+ \(([\d.]+[KMG])\)", str(error))
         why = "needs {} of {}iB".format(*needs.groups()) if needs else str(error).splitlines()[0]
-        return StepReport(False, why, time.perf_counter() - began, weights, cache, 0, model_flops=flops)
+        seconds = time.perf_counter() - began
+        return StepReport(False, why, seconds, *sizes, 0, model_flops=flops, roles=roles)
     seconds = time.perf_counter() - began
     memory = compiled.memory_analysis()
     assert memory is not None, "TPUs and GPUs tell it"
@@ -127,15 +144,114 @@ def compile_step(
         fits,
         "" if fits else f"needs {peak / 2**30:.2f} of {target.described.memory_bytes / 2**30:.2f} GiB",
         seconds,
-        weights,
-        cache,
-        int(memory.argument_size_in_bytes) - weights - cache,
+        *sizes,
+        int(memory.argument_size_in_bytes) - sum(sizes),
         int(memory.temp_size_in_bytes),
         peak,
-        measure(module, _context_trips(module, state[1], workload)),
+        measure(module, _context_trips(module, own[1], workload, num_shares)),
         flops,
-        tuple(find_copies(module, stored_arguments(cfg, state[0], state[1]))),
+        tuple(find_copies(module, stored_arguments(cfg, own[0], own[1]))),
+        roles,
     )
+
+
+def describe_table(
+    cfg: ModelConfig,
+    policy: Policy,
+    mesh: Mesh,
+    workload: Workload,
+    *,
+    attention: str = "auto",
+    stack_size: int = 0,
+) -> tuple[StepTable, tuple[Any, Any, Any]]:
+    """Returns the table that a run's steps are compiled by, and descriptions of its weights, cache and slots.
+
+    Arguments and errors as for `compile_step`.
+    """
+    is_laid = "tensor" in mesh.axis_names
+    layout = lay_out(cfg, policy, mesh) if is_laid else None
+    num_shares = num_shards("rows", mesh=mesh) if is_laid else 1
+    if workload.rows % num_shares:
+        raise ValueError(
+            f"rows: got {workload.rows}, which the mesh's {num_shares} shares of the rows must divide"
+        )
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        sizes = stack_sizes(cfg, stack_size or default_stack_size(cfg), policy)
+        pages = workload.rows * workload.width, workload.page_size
+        slots = jax.eval_shape(
+            lambda: init_slots(workload.rows, workload.context, cfg.vocab_size, num_shares=num_shares)
+        )
+        if layout is None:
+            params, cache = stacked_shapes(cfg, policy, sizes), cache_shapes(cfg, policy, sizes, *pages)
+            state = _place((params, cache, slots), NamedSharding(mesh, PartitionSpec()))
+        else:
+            params = describe_params(layout, cfg, policy, sizes)
+            cache = describe_cache(layout, policy, sizes, *pages)
+            state = params, cache, _place(slots, layout.sharding("rows"))
+        own = layout.local if layout else cfg
+        chosen, _ = choose_attention(attention, own.attention, policy, mesh.size)
+        static = Static(own, policy, chosen, workload.context)
+        params, cache, slots = state
+        return StepTable(static, params, cache, slots, mesh=mesh if layout else None), state
+
+
+def compile_table(
+    cfg: ModelConfig,
+    policy: Policy,
+    mesh: Mesh,
+    workload: Workload,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Compiled]:
+    """Compiles every executable that serving a workload would, as many at once as there are cores; by name.
+
+    Args:
+      cfg, policy, mesh: as for `compile_step`. workload: rows, context, and the most tokens of prompts in a step.
+      say: is told of each finished executable.
+    """
+    table, _ = describe_table(cfg, policy, mesh, workload)
+    config = RunConfig(
+        max_num_seqs=workload.rows,
+        max_num_batched_tokens=max(workload.prefill, workload.rows + 1),
+        page_size=workload.page_size,
+    )
+
+    def build(name: str) -> Compiled:
+        began = time.perf_counter()
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # of this thread
+            call = wanted[name]().compile()
+        memory = call.memory_analysis()
+        temporary = int(memory.temp_size_in_bytes) if memory is not None else 0
+        made = Compiled(call, time.perf_counter() - began, temporary)
+        say(f"{name}: {made}")
+        return made
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        own = take_share(config, table.num_shares)
+        shapes = choose_buckets(own, workload.context).times(table.num_shares).shapes()
+    wanted = table.lowerings(shapes, SERVED, ("recall",))
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        return dict(zip(wanted, pool.map(build, wanted), strict=True))
+
+
+def cut_share(tree: Any) -> Any:
+    """Returns descriptions of arrays on a mesh as one device has them."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype), tree
+    )
+
+
+def count_roles(cfg: ModelConfig, params: Any) -> dict[str, int]:
+    """Returns the bytes of stacked parameters by role: matrices, embedding, head, the rest.
+
+    Args:
+      cfg: the model. params: of `stacked_shapes`, or one device's share of these.
+    """
+    roles = {_last(path): spec.role for path, spec in flatten_specs(param_specs(cfg))}
+    counts: Counter[str] = Counter()
+    for path, leaf in _leaves(params):
+        role = roles.get(_last(path_name(path)), "matrix")  # q, k and v may lie joined
+        counts["the rest" if role in FLOAT32_ROLES else _ROLES[role]] += count_bytes(leaf)
+    return dict(counts)
 
 
 def count_bytes(tree: Any) -> int:
@@ -175,13 +291,12 @@ def _last(path: str) -> str:
     return ".".join(path.split(".")[-2:])
 
 
-def _place(tree: Any, mesh: Mesh) -> Any:
-    """Returns descriptions of arrays that lie whole on every device of a mesh."""
-    sharding = NamedSharding(mesh, PartitionSpec())
+def _place(tree: Any, sharding: NamedSharding) -> Any:
+    """Returns descriptions of arrays with a sharding."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
 
 
-def _context_trips(module: hlo.Module, cache: Any, workload: Workload) -> float:
+def _context_trips(module: hlo.Module, cache: Any, workload: Workload, num_shares: int) -> float:
     """Returns how often the loop over the context runs, from what it gathers of the cache each time.
 
     Its end is known to the run only: decode rows go over the whole context, the tiles of a prompt on average over half.
@@ -198,19 +313,16 @@ def _context_trips(module: hlo.Module, cache: Any, workload: Workload) -> float:
                 gathered += [each.arrays[0].size for each in inside if each.opcode == "gather"]
     if not max(gathered):
         return 1
-    rows = 1 if workload.prefill else workload.rows
+    rows = 1 if workload.prefill else workload.rows // num_shares
     blocks = rows * workload.context * cache[0].k.shape[-1] / max(gathered)
     return (blocks + 1) / 2 if workload.prefill else blocks
 
 
-def _model_flops(cfg: ModelConfig, workload: Workload) -> float:
+def _model_flops(cfg: ModelConfig, workload: Workload, num_shares: int) -> float:
     """Returns the operations that the model's products take: 2 a weight and token, and attention as far as it sees."""
-    tokens = workload.prefill or workload.rows
-    seen = (
-        workload.prefill * (workload.prefill + 1) / 2
-        if workload.prefill
-        else workload.rows * workload.context
-    )
+    prompts = num_shares if workload.prefill else 0
+    tokens = prompts * workload.prefill or workload.rows
+    seen = prompts * workload.prefill * (workload.prefill + 1) / 2 or workload.rows * workload.context
     matrices = head = 0
     for path, spec in flatten_specs(param_specs(cfg)):
         size = 1
@@ -223,4 +335,4 @@ def _model_flops(cfg: ModelConfig, workload: Workload) -> float:
             matrices += size * share
     a = cfg.attention
     attention = 4 * a.num_heads * a.head_dim * cfg.num_layers * seen
-    return 2 * tokens * matrices + 2 * head * (1 if workload.prefill else tokens) + attention
+    return 2 * tokens * matrices + 2 * head * (prompts or tokens) + attention

@@ -13,6 +13,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from jaxinfer.arrays.sharding import parse_mesh
+
 GIB = 2**30
 
 
@@ -179,6 +181,18 @@ def open_target(target: Target) -> Sequence[Any]:
 def single_mesh(devices: Sequence[Any]) -> Mesh:
     """Returns a mesh of the first of some devices."""
     return Mesh(np.array(devices[:1]), ("one",))
+
+
+def make_mesh(devices: Sequence[Any], text: str) -> Mesh:
+    """Returns the mesh of a string over some devices, `single_mesh` for none.
+
+    Args:
+      devices: of `open_target`. text: as `parse_mesh` reads it, "" for one device.
+
+    Raises:
+      ValueError: another form, or more devices than there are.
+    """
+    return parse_mesh(text, devices) or single_mesh(devices)
 
 
 def gpu_description(chip: Chip) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Sequence
 
 from jaxinfer.cli.flags import CommandFlags, UsageError
@@ -16,11 +17,12 @@ def make_flags() -> CommandFlags:
         "compile",
         "compile serving steps for TPUs or GPUs that are not here, from a model's configuration alone",
         (
-            "--target tpu:v6e:2x4 --model llama-3-8b --policy w8a16,kv8",
+            "--target tpu:v6e:2x4 --model llama-3-70b --mesh tensor=8 --policy w8a16,kv8",
             "--target gpu:h100 --model my-model/config.json --rows 32 --context 8192 --json",
         ),
     )
     flags.add("target", "PLATFORM:CHIP:TOPOLOGY", "the devices: tpu:v6e:2x4, tpu:v5p:1, gpu:h100:8")
+    flags.add("mesh", "AXIS=N,..", "how they share the model, such as tensor=8 (one of them has it all)")
     flags.add_model()
     flags.add("rows", "N", "sequences that decode together (64)", "integer", lower_bound=1)
     flags.add("context", "TOKENS", "tokens of each (2048)", "integer", lower_bound=2)
@@ -28,6 +30,9 @@ def make_flags() -> CommandFlags:
         "prefill", "TOKENS", "tokens of the prompt of the prefill step (2048)", "integer", lower_bound=1
     )
     flags.add("page_size", "TOKENS", "tokens a KV page (16)", "integer", lower_bound=1)
+    flags.add(
+        "table", "", "compile every step that serving would, and count them and their seconds", "switch"
+    )
     flags.add("json", "", "write one JSON object", "switch")
     return flags
 
@@ -45,28 +50,41 @@ def main(args: Sequence[str]) -> int:
         "jax_platforms", "cpu"
     )  # what is here is not asked: it would be taken from who serves with it
     from jaxinfer.aot.models import read_model
-    from jaxinfer.aot.report import Workload, compile_step
-    from jaxinfer.aot.table import describe_step, tell
-    from jaxinfer.aot.targets import Target, open_target, single_mesh
+    from jaxinfer.aot.report import Workload, compile_step, compile_table
+    from jaxinfer.aot.table import describe_executables, describe_step, tell, tell_table
+    from jaxinfer.aot.targets import Target, make_mesh, open_target
     from jaxinfer.arrays.precision import Policy
 
     target = Target.parse(flags["target"])
     cfg = read_model(flags["model"])
     policy = Policy.parse(flags["policy"] or "bfloat16", base="bfloat16")
-    mesh = single_mesh(open_target(target))
-    say(
-        f"{flags['model']} ({cfg.family}, {cfg.num_layers} layers), policy {policy}, on one device of {target}"
-    )
+    mesh = make_mesh(open_target(target), flags["mesh"] or "")
+    where = f"mesh {flags['mesh']} of {target}" if flags["mesh"] else f"one device of {target}"
+    say(f"{flags['model']} ({cfg.family}, {cfg.num_layers} layers), policy {policy}, on {where}")
     given = {name: flags[name] for name in ("rows", "context", "page_size") if flags[name] is not None}
     decode = Workload(**given)
     prefill = dataclasses.replace(decode, prefill=min(flags["prefill"] or 2048, decode.context))
-    reports = {}
+    reports, record = {}, {}
     for workload in (decode, prefill):
         report = compile_step(cfg, policy, target, mesh, workload)
         reports[str(workload)] = report
         if not flags["json"]:
-            print(tell(str(workload), report, target))
+            print(tell(str(workload), report, target), flush=True)
+    fits = all(report.fits for report in reports.values())
+    if flags["table"] and fits:
+        began = time.perf_counter()
+        executables = compile_table(cfg, policy, mesh, prefill, say)
+        seconds = time.perf_counter() - began
+        record["executables"] = describe_executables(executables, seconds)
+        if not flags["json"]:
+            print(tell_table(executables, seconds))
     if flags["json"]:
-        head = {"model": flags["model"], "policy": str(policy), "target": str(target), "jax": jax.__version__}
-        print(json.dumps(head | {"steps": {name: describe_step(r) for name, r in reports.items()}}))
-    return 0 if all(report.fits for report in reports.values()) else 1
+        head = {
+            "model": flags["model"],
+            "policy": str(policy),
+            "target": str(target),
+            "mesh": flags["mesh"] or "",
+        }
+        steps = {"jax": jax.__version__, "steps": {name: describe_step(r) for name, r in reports.items()}}
+        print(json.dumps(head | steps | record))
+    return 0 if fits else 1

@@ -114,7 +114,7 @@ class SelfCheck:
         return found
 
     def _list(self) -> Iterator[Check]:
-        own = Way(self._reference, choose_attention())
+        own = Way(self._reference)
         for name in IMPLEMENTATIONS:
             if name != ORACLE:
                 yield f"attention {name} = {ORACLE}", lambda name=name: self._attention(name)
@@ -132,7 +132,8 @@ class SelfCheck:
             if not Policy.parse(text, base="bfloat16").kv.is_plain:
                 name = f"attention = {ORACLE}, {text}"
                 yield name, lambda text=text: self._coded_pages(text)
-        yield "matmul native = xla, w8a8", self._native
+        for text in dict.fromkeys((str(self._reference), "w8a8")):
+            yield f"matmul native = xla, {text}", lambda text=text: self._native(text)
 
     def _guard(self, name: str, run: Callable[[], Finding]) -> Finding:
         try:
@@ -170,7 +171,7 @@ class SelfCheck:
 
     def _attention(self, name: str) -> Finding:
         try:
-            choose_attention(name)
+            choose_attention(name, self._subject.cfg.attention, self._reference)
         except ValueError as error:
             raise _NotHere(str(error)) from None
         return self._same(Way(self._reference, name))
@@ -183,7 +184,7 @@ class SelfCheck:
         return Finding("", "", self._bound(way.policy), errors)
 
     def _precision(self, text: str) -> Finding:
-        way = Way(Policy.parse(text, base="bfloat16"), choose_attention())
+        way = Way(Policy.parse(text, base="bfloat16"))
         bound = PRECISION_BOUNDS.get(text, OTHER_PRECISION)
         if self._subject.cfg.mlp.num_experts:
             bound *= MIXTURE
@@ -191,16 +192,16 @@ class SelfCheck:
 
     def _coded_pages(self, text: str) -> Finding:
         policy = replace(Policy.parse(text, base="bfloat16"), compute="float32")
-        one, other = (self._trace(Way(policy, name)) for name in (choose_attention(), ORACLE))
+        one, other = (self._trace(Way(policy, name)) for name in ("auto", ORACLE))
         return self._compare(one, other, self._bound(policy))
 
-    def _native(self) -> Finding:
-        policy = Policy.parse("w8a8", base="float32")
+    def _native(self, text: str) -> Finding:
+        policy = Policy.parse(text, base="float32")
         try:
             choose_matmul("native", policy)
         except ValueError as error:
             raise _NotHere(str(error)) from None
-        ways = [Way(policy, choose_attention(), matmul) for matmul in ("native", "xla")]
+        ways = [Way(policy, ORACLE, matmul) for matmul in ("native", "xla")]
         one, other = (self._trace(way) for way in ways)
         return self._compare(one, other, self._bound(policy))
 

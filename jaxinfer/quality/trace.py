@@ -15,6 +15,7 @@ from jaxinfer.arrays.precision import Policy
 from jaxinfer.arrays.sharding import num_shards, partition
 from jaxinfer.build import default_stack_size
 from jaxinfer.config import ModelConfig
+from jaxinfer.kernels.attention.api import choose_attention
 from jaxinfer.kernels.matmul.api import choose_matmul
 from jaxinfer.model.cache import init_cache
 from jaxinfer.model.decoder import Block, Static, forward, stack_sizes, unembed
@@ -44,13 +45,13 @@ class Way:
     """How a model is run.
 
     Attributes:
-      policy: number formats. attention, matmul: names of kernels. mesh: of devices, None for one.
+      policy: number formats. attention, matmul: names of kernels, or ``auto``. mesh: of devices, None for one.
       chunk: tokens of a row that run at once, 0 for all: 1 reads all that came before from the cache.
       solo: whether each row runs alone.
     """
 
     policy: Policy
-    attention: str
+    attention: str = "auto"
     matmul: str = "xla"
     mesh: Mesh | None = None
     chunk: int = 0
@@ -174,9 +175,11 @@ class _Run:
         B, T = prompts.tokens.shape
         if B % self.num_shares:
             raise ValueError(f"{B} rows are not divided by the mesh's {self.num_shares} shares of rows")
-        matmul, _ = choose_matmul(way.matmul, policy, mesh.size if mesh is not None else 1)
+        num_devices = mesh.size if mesh is not None else 1
         own = self.layout.local if self.layout else cfg
-        self.static = Static(own, replace(policy, matmul=matmul), way.attention, T)
+        matmul, _ = choose_matmul(way.matmul, policy, num_devices)
+        attention, _ = choose_attention(way.attention, own.attention, policy, num_devices)
+        self.static = Static(own, replace(policy, matmul=matmul), attention, T)
         self.sizes = stack_sizes(cfg, stack_size, policy)
         self.params = stack_params(subject.load(policy, self.layout, None), self.sizes, self.layout)
         # Pages of a share are counted by it alone, and lie in no order.

@@ -140,7 +140,7 @@ class StepTable:
           say: is told of each finished executable.
           extras: of `EXTRAS`: ``recall`` where prefixes are found again, ``copies`` where pages move to the host.
         """
-        every = self._wanted(shapes, draws) | self._wanted_extras(extras)
+        every = self.lowerings(shapes, draws, extras)
         wanted = {name: make for name, make in every.items() if name not in self.executables}
         places = [device.id for device in self._devices or ()]
         described = repr((self.static, self._state, places))
@@ -154,6 +154,12 @@ class StepTable:
                 say(f"{name}: {done}")
         if self._store:
             self._store.trim()
+
+    def lowerings(
+        self, shapes: Iterable[Shape], draws: Collection[str] = DRAWS, extras: Collection[str] = ()
+    ) -> dict[str, Callable[[], jax.stages.Lowered]]:
+        """Returns how each executable that `compile` would make is lowered, by name; arguments as there."""
+        return self._wanted(shapes, draws) | self._wanted_extras(extras)
 
     def _load_or_compile(self, key: str, lower: Callable[[], Any]) -> Compiled:
         began = time.perf_counter()

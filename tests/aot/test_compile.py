@@ -2,13 +2,16 @@
 
 import json
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
-from jaxinfer.aot.report import Workload, compile_step
-from jaxinfer.aot.table import COLUMNS, describe_step, row_of, tell
-from jaxinfer.aot.targets import Target, open_target, single_mesh
+from jaxinfer.aot.models import PRESETS
+from jaxinfer.aot.report import Workload, compile_step, compile_table
+from jaxinfer.aot.table import COLUMNS, describe_executables, describe_step, row_of, tell, tell_table
+from jaxinfer.aot.targets import Target, make_mesh, open_target
 from jaxinfer.arrays.precision import Policy
+from jaxinfer.cli.main import main
 from jaxinfer.config import AttentionConfig, LayerKind, MlpConfig, ModelConfig, RopeConfig
 
 NEEDS = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda13"}
@@ -30,6 +33,9 @@ CFG = ModelConfig(
 )
 DECODE = Workload(rows=32, context=1024)
 PREFILL = Workload(rows=32, context=1024, prefill=512)
+SHORT = Workload(
+    rows=32, context=1024, prefill=128
+)  # fewer tokens than ids of a share: rows of a table are no copy
 
 
 def is_installed(name: str) -> bool:
@@ -39,12 +45,15 @@ def is_installed(name: str) -> bool:
         return False
 
 
-def compile_for(text: str, policy: str, workload: Workload):
+def open_mesh(text: str, mesh: str = ""):
     target = Target.parse(text)
     if not is_installed(NEEDS[target.platform]):
         pytest.skip(f"{NEEDS[target.platform]} is not installed")
-    mesh = single_mesh(open_target(target))
-    return compile_step(CFG, Policy.parse(policy, base="bfloat16"), target, mesh, workload)
+    return target, make_mesh(open_target(target), mesh)
+
+
+def compile_for(text: str, policy: str, workload: Workload, mesh: str = ""):
+    return compile_step(CFG, Policy.parse(policy, base="bfloat16"), *open_mesh(text, mesh), workload)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -95,3 +104,62 @@ def test_a_report_is_told_in_words_rows_and_json():
     assert "temporary" in tell(str(DECODE), report, Target.parse("gpu:h100"))
     assert len(row_of(report)) == len(COLUMNS)
     assert json.loads(json.dumps(describe_step(report)))["argument_bytes"]["cache"] == report.cache
+
+
+@pytest.mark.parametrize(
+    ("target", "mesh"),
+    [
+        ("tpu:v6e:2x4", "tensor=8"),
+        ("tpu:v5p:2x2x2", "tensor=4,data=2"),
+        ("tpu:v5e:4x4", "tensor=16"),
+        ("gpu:h100:8", "tensor=8"),
+    ],
+)
+@pytest.mark.parametrize("workload", [DECODE, SHORT], ids=["decode", "prefill"])
+def test_a_meshs_devices_hold_their_shares_and_only_sums_cross(target: str, mesh: str, workload: Workload):
+    report = compile_for(target, "bfloat16", workload, mesh)
+    ways = 16 if "16" in mesh else 4 if "4" in mesh else 8
+    copies = 2 if ways == 16 else 1  # of each kv head
+    attention = 3 * 1024 * 128 * (16 + 16 + copies * 16)
+    mlp = 3 * 1024 * 3 * 3584
+    assert report.weights == 2 * (TABLES + attention + mlp) // ways + NORMS
+    assert report.roles["matrices"] == 2 * (attention + mlp) // ways
+    assert sum(report.roles.values()) == report.weights
+    assert report.cache == copies * 2 * PAGES // (8 if "data" in mesh else ways)
+    assert [str(copy) for copy in report.copies] == []
+    # Attention is a fifth of this model's products, and how often its loop runs is an estimate.
+    assert report.cost.flops == pytest.approx(report.model_flops, rel=0.35 if copies > 1 else 0.2)
+    assert not report.cost.host_calls
+    # Two sums a layer, and one of embeddings.
+    assert report.cost.collectives.keys() == {"all-reduce"}
+    assert report.cost.collectives["all-reduce"] == 2 * 3 + 1
+
+
+def test_the_command_line_compiles_over_a_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    open_mesh("gpu:h100:2")  # or skip
+    small = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(PRESETS["llama-3-8b"] | small | {"vocab_size": 1024}))
+    words = ["compile", "--target", "gpu:h100:2", "--model", str(path), "--rows", "8", "--context", "64"]
+    assert main([*words, "--mesh", "tensor=2", "--policy", "w8a16,kv8", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["mesh"], told["target"]) == ("tensor=2", "gpu:h100:1x1x2")
+    decode, prefill = told["steps"].values()
+    assert decode["collectives"] == prefill["collectives"] == {"all-reduce": 2 * 2 + 1}
+    assert sum(decode["weight_bytes"].values()) == decode["argument_bytes"]["weights"]
+    assert decode["collective_bytes"]["all-reduce"] >= 5 * 8 * 256 * 2
+    assert main([*words, "--mesh", "tensor=4"]) == 1
+    assert "takes 4 devices, there are 2" in capsys.readouterr().err
+
+
+def test_a_bucket_tables_executables_are_counted_with_their_seconds():
+    _, mesh = open_mesh("gpu:h100:2", "tensor=2")
+    said: list[str] = []
+    made = compile_table(CFG, Policy.parse("bfloat16"), mesh, PREFILL, said.append)
+    # Two prefill shapes, two of decode, one with each prefill; draws of 2, 8 and 32 rows; install and recall.
+    assert len(made) == len(said) == 14
+    assert all(one.seconds > 0 for one in made.values())
+    assert "decode 32 over 64 pages" in made
+    told = describe_executables(made, 3.0)
+    assert (told["count"], told["seconds"], len(told["each"])) == (14, 3.0, 14)
+    assert "14 executables" in tell_table(made, 3.0)

@@ -195,3 +195,56 @@ def test_a_cache_updated_in_place_is_no_copy(donate):
     module = compile_text(step, *shapes, donate=(0,) if donate else ())
     found = find_copies(module, {"cache": Stored(32, 640 * D)})
     assert [copy.array.dims for copy in found] == ([] if donate else [(640, D)])
+
+
+MESH = """HloModule jit_f, is_scheduled=true, num_partitions=8
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%fused (p: bf16[8,32]) -> bf16[8,256] {
+  %p = bf16[8,32]{1,0} parameter(0)
+  ROOT %gathered = bf16[8,256]{1,0} all-gather(%p), replica_groups=[1,8]<=[8], dimensions={1}
+}
+
+%body (t: (s32[], bf16[8,32])) -> (s32[], bf16[8,32]) {
+  %t = (s32[], bf16[8,32]{1,0:S(1)}) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %x = bf16[8,32]{1,0:S(1)} get-tuple-element(%t), index=1
+  %start = bf16[8,32]{1,0:S(1)} all-reduce-start(%x), replica_groups=[1,8]<=[8], to_apply=%add
+  %y = bf16[8,32]{1,0:S(1)} all-reduce-done(%start)
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  ROOT %out = (s32[], bf16[8,32]{1,0:S(1)}) tuple(%next, %y)
+}
+
+%condition (t: (s32[], bf16[8,32])) -> pred[] {
+  %t = (s32[], bf16[8,32]{1,0:S(1)}) parameter(0)
+  %bound = s32[] constant(5)
+  %i = s32[] get-tuple-element(%t), index=0
+  ROOT %lt = pred[] compare(%i, %bound), direction=LT
+}
+
+ENTRY %main (x: bf16[8,32]) -> bf16[8,256] {
+  %x = bf16[8,32]{1,0} parameter(0)
+  %zero = s32[] constant(0)
+  %t = (s32[], bf16[8,32]{1,0:S(1)}) tuple(%zero, %x)
+  %loop = (s32[], bf16[8,32]{1,0:S(1)}) while(%t), condition=%condition, body=%body
+  %y = bf16[8,32]{1,0:S(1)} get-tuple-element(%loop), index=1
+  %begun = (bf16[8,32]{1,0}, bf16[8,256]{1,0}) all-gather-start(%y), replica_groups=[1,8]<=[8], dimensions={1}
+  %all = bf16[8,256]{1,0} all-gather-done(%begun)
+  %part = bf16[1,32]{1,0} reduce-scatter(%y), replica_groups=[1,8]<=[8], dimensions={0}, to_apply=%add
+  ROOT %fusion = bf16[8,256]{1,0} fusion(%y), kind=kCustom, calls=%fused
+}
+"""
+
+
+def test_collectives_count_as_often_as_they_run_with_what_crosses():
+    """In a loop, in two halves and in a fusion; of the larger side, though it lies on the chip."""
+    cost = measure(parse(MESH))
+    assert cost.collectives == {"all-reduce": 5, "all-gather": 2, "reduce-scatter": 1}
+    one = 8 * 32 * 2
+    assert cost.collective_bytes == {"all-reduce": 5 * one, "all-gather": 2 * 8 * one, "reduce-scatter": one}

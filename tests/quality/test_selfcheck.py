@@ -32,7 +32,9 @@ def test_this_machine_computes_as_it_should(name: str):
     found = run(SelfCheck(Toy(name, TOYS[name]), policies=policies))
     assert not [one for one in found.values() if not one.is_ok]
     same = {check: one for check, one in found.items() if one.bound == SAME}
-    assert len(same) == 5
+    assert {"solo = batch", "served steps = layers", "attention blocked = reference"} < same.keys()
+    same = {check: one for check, one in same.items() if not one.note}
+    assert len(same) >= 5
     assert all(one.largest[1] < 1e-5 for one in same.values())
     exact = found["attention blocked = reference"]
     layers = [f"layer {i}" for i in range(TOYS[name].num_layers)]
@@ -78,10 +80,10 @@ def test_what_cannot_run_is_a_failure_and_what_is_not_here_is_none(monkeypatch: 
     def fails(*args: Any, **options: Any) -> Any:
         raise RuntimeError("no such instruction")
 
-    def choose(name: str = "auto") -> str:
+    def choose(name: str, *rest: Any) -> tuple[str, str]:
         if name == "elsewhere":
             raise ValueError("attention: elsewhere is for other devices")
-        return "blocked" if name == "auto" else name
+        return name, "asked for"
 
     monkeypatch.setitem(api.IMPLEMENTATIONS, "fails", fails)
     monkeypatch.setitem(api.IMPLEMENTATIONS, "elsewhere", fails)
