@@ -124,8 +124,7 @@ def choose_buckets(config: RunConfig, max_len: int) -> Buckets:
     prefill = config.prefill_buckets
     if not prefill:
         short = min(64, budget)
-        prefill = ((min(R, budget // short), short), (1, budget))
-        prefill += ((1, short),) if is_cpu else ()
+        prefill = ((1, short),) * is_cpu + ((min(R, budget // short), short), (1, budget))
     width = -(-max_len // config.page_size)
     mixed = (decode[-1],) if R > 1 else ()
     most = mixed_tokens(config)
