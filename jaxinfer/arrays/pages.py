@@ -18,6 +18,7 @@ from jaxinfer.arrays.rotation import hadamard
 
 # What coded numbers saturate at, far above any key: sums of them stay finite in float32.
 _LIMIT = 2.0**100
+_LANES = 128  # of a vector of a TPU
 
 
 def stored_dtype(dtype: jnp.dtype) -> jnp.dtype:
@@ -51,6 +52,46 @@ def token_widths(fmt: Format, num_heads: int, head_dim: int) -> tuple[int, int]:
     if fmt.is_plain:
         return numbers, 0
     return numbers * fmt.bits // 8, numbers // group_size(fmt, head_dim)
+
+
+def padded_groups(fmt: Format, num_heads: int, head_dim: int) -> int:
+    """Returns over how many lanes a token's scales go in a slab: a power of two, or whole vectors of 128."""
+    groups = token_widths(fmt, num_heads, head_dim)[1]
+    return 1 << (groups - 1).bit_length() if groups <= _LANES else -(-groups // _LANES) * _LANES
+
+
+def scale_slab(fmt: Format, num_heads: int, head_dim: int, page_size: int) -> tuple[int, int]:
+    """Returns the rows and lanes that a page's scales take in a TPU's memory, which holds whole vectors of lanes.
+
+    A token's few scales a row would take 128 lanes each: XLA then laid the pool out anew at every layer, 2.26 GiB of
+    temporary memory for Llama 3 8B with 64 rows of 2,048 tokens. So several tokens share a row, one after the other::
+
+        token 0 token 1 ... | head 0, head 1, ...   of 8 heads 16 tokens fill a row
+    """
+    groups = padded_groups(fmt, num_heads, head_dim)
+    lanes = max(_LANES, groups)
+    packed = 4 // scale_dtype(fmt).itemsize  # rows that lie in one of 32 bits
+    return -(-page_size * groups // (lanes * packed)) * packed, lanes
+
+
+def to_slab(scales: jax.Array, fmt: Format, num_heads: int, head_dim: int, page_size: int) -> jax.Array:
+    """Returns scales of pages ``[..., Z, scales]`` as slabs ``[..., rows, lanes]``; slabs as they are."""
+    rows, lanes = scale_slab(fmt, num_heads, head_dim, page_size)
+    if scales.shape[-2:] == (rows, lanes):
+        return scales
+    groups = padded_groups(fmt, num_heads, head_dim)
+    spare = (rows * lanes // groups - scales.shape[-2], groups - scales.shape[-1])
+    padding = [(0, 0)] * (scales.ndim - 2) + [(0, each) for each in spare]
+    return jnp.pad(scales, padding).reshape(*scales.shape[:-2], rows, lanes)
+
+
+def from_slab(scales: jax.Array, fmt: Format, num_heads: int, head_dim: int, page_size: int) -> jax.Array:
+    """Returns scales of pages ``[..., Z, scales]``, whether they are slabs or lie so."""
+    width = token_widths(fmt, num_heads, head_dim)[1]
+    if scales.shape[-2:] == (page_size, width):
+        return scales
+    tokens = scales.reshape(*scales.shape[:-2], -1, padded_groups(fmt, num_heads, head_dim))
+    return tokens[..., :page_size, :width]
 
 
 def encode(x: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array | None]:

@@ -2,13 +2,14 @@
 
 Layout of a stack of l layers: ``k`` and ``v`` are ``[l, P, Z, K*H]`` (heads flat: XLA's CPU backend copies a pool with
 an axis of one head into another order at every step), numbers as `arrays.pages` lays them, and where those are codes,
-``k_scale`` and ``v_scale`` beside them. A row of a batch owns a list
+``k_scale`` and ``v_scale`` beside them (on a TPU as slabs, see `arrays.pages.scale_slab`). A row of a batch owns a list
 of page ids; token ``i`` of the row lies in page ``pages[i // Z]`` at offset ``i % Z``. Only this module and the
 attention kernels know the layout, so that other page formats change nothing else.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,10 +18,21 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxinfer.arrays.backend import backend
 from jaxinfer.arrays.formats import BFLOAT16, Format
-from jaxinfer.arrays.pages import encode, group_size, scale_dtype, stored_dtype, token_widths
+from jaxinfer.arrays.pages import (
+    encode,
+    group_size,
+    padded_groups,
+    scale_dtype,
+    scale_slab,
+    stored_dtype,
+    token_widths,
+)
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.config import ModelConfig
+
+_NEW = 1 << 16  # marks what is new among integers of at most 16 bits
 
 
 @struct.dataclass
@@ -30,7 +42,7 @@ class Pages:
     Attributes:
       k: ``[l, P, Z, K*H]`` keys, rotated (an array, or its description before there is one); half as long in 4 bits.
       v: ``[l, P, Z, K*H]`` values.
-      k_scale, v_scale: ``[l, P, Z, K*groups]``, None where the format is plain.
+      k_scale, v_scale: ``[l, P, Z, K*groups]``, on a TPU ``[l, P, rows, lanes]``, None where the format is plain.
       format: of the numbers.
     """
 
@@ -67,12 +79,12 @@ def cache_shapes(
       page_size: Z, tokens a page.
     """
     fmt, dtypes = policy.kv, _stored_dtypes(policy.kv)
-    widths = token_widths(fmt, cfg.attention.num_kv_heads, cfg.attention.head_dim)
+    parts = _page_shapes(cfg, fmt, page_size)
 
     def pages(size: int) -> Pages:
         values, scales = (
-            jax.ShapeDtypeStruct((size, num_pages, page_size, width), dtype) if width else None
-            for width, dtype in zip(widths, dtypes, strict=True)
+            None if part is None else jax.ShapeDtypeStruct((size, num_pages, *part), dtype)
+            for part, dtype in zip(parts, dtypes, strict=True)
         )
         return Pages(values, values, scales, scales, fmt)
 
@@ -89,11 +101,8 @@ def init_cache(
 
 def page_bytes(cfg: ModelConfig, policy: Policy, page_size: int) -> int:
     """Returns the bytes that one page takes over all layers: ``2 L Z K H`` numbers and their scales."""
-    widths = token_widths(policy.kv, cfg.attention.num_kv_heads, cfg.attention.head_dim)
-    token = sum(
-        width * dtype.itemsize for width, dtype in zip(widths, _stored_dtypes(policy.kv), strict=True)
-    )
-    return 2 * cfg.num_layers * page_size * token
+    parts = zip(_page_shapes(cfg, policy.kv, page_size), _stored_dtypes(policy.kv), strict=True)
+    return 2 * cfg.num_layers * sum(math.prod(part) * dtype.itemsize for part, dtype in parts if part)
 
 
 def describe_pages(cfg: ModelConfig, policy: Policy) -> str:
@@ -104,6 +113,18 @@ def describe_pages(cfg: ModelConfig, policy: Policy) -> str:
     plain, coded = (page_bytes(cfg, replace(policy, kv=each), 1) for each in (BFLOAT16, fmt))
     group = group_size(fmt, cfg.attention.head_dim)
     return f"{fmt} ({scale_dtype(fmt)} scales, one for {group} numbers; {plain / coded:.2f} times bfloat16's tokens)"
+
+
+def _page_shapes(
+    cfg: ModelConfig, fmt: Format, page_size: int
+) -> tuple[tuple[int, int], tuple[int, int] | None]:
+    """Returns the shapes of a page's values and scales in a layer, None where there are no scales."""
+    heads = cfg.attention.num_kv_heads, cfg.attention.head_dim
+    values, scales = token_widths(fmt, *heads)
+    if not scales:
+        return (page_size, values), None
+    slab = scale_slab(fmt, *heads, page_size) if backend() == "tpu" else (page_size, scales)
+    return (page_size, values), slab
 
 
 def _stored_dtypes(fmt: Format) -> tuple[jnp.dtype, jnp.dtype]:
@@ -163,10 +184,43 @@ def write_pages(cache: Pages, layer: jax.Array | int, slots: jax.Array, k: jax.A
 
     new = [encode(jnp.pad(each, ((0, spare), (0, 0), (0, 0))), cache.format) for each in (k, v)]
     (k_new, k_scale), (v_new, v_scale) = new
+
+    def write_scales(pool: jax.Array | None, new: jax.Array | None) -> jax.Array | None:
+        if pool is None or new is None or pool.shape[2:] == (cache.page_size, new.shape[1]):
+            return write(pool, new)
+        return _write_slabs(pool, new, rows, padded_groups(cache.format, *k.shape[1:]), cache.page_size)
+
     return Pages(
         write(cache.k, k_new), write(cache.v, v_new),
-        write(cache.k_scale, k_scale), write(cache.v_scale, v_scale), cache.format,
+        write_scales(cache.k_scale, k_scale), write_scales(cache.v_scale, v_scale), cache.format,
     )  # fmt: skip
+
+
+def _write_slabs(pool: jax.Array, new: jax.Array, rows: jax.Array, groups: int, page_size: int) -> jax.Array:
+    """Writes scales ``[M, ..]`` of tokens at ``rows`` of all layers' slots into their lanes of ``[l, P, R, lanes]``.
+
+    A TPU scatters whole rows as fast as it copies, and pieces of them one after the other in a loop. So what is written
+    are rows: old ones, with the scales of all tokens that lie in them. These are neighbours in the stream, and find
+    each other in steps of 1, 2, 4, ...
+    """
+    height, lanes = pool.shape[2:]
+    fill = lanes // groups  # tokens a row
+    page, place = rows // page_size, rows % page_size
+    row = page * height + place // fill
+    lane_token = jnp.arange(lanes) // groups
+    # Bits and a mark, in one integer.
+    bits = jnp.pad(new, ((0, 0), (0, groups - new.shape[1]))).astype(jnp.int32) | _NEW
+    found = jnp.where(lane_token == (place % fill)[:, None], jnp.tile(bits, fill), 0)
+    for sign in (1, -1):
+        step = 1
+        while step < min(fill, page_size, len(rows)):
+            there = jnp.roll(row, sign * step) == row
+            found = found | jnp.where(there[:, None], jnp.roll(found, sign * step, 0), 0)
+            step *= 2
+    flat = pool.reshape(-1, lanes)
+    old = flat.at[row].get(mode="clip")
+    kept = jnp.where(found & _NEW != 0, (found & (_NEW - 1)).astype(pool.dtype), old)
+    return flat.at[row].set(kept, mode="drop").reshape(pool.shape)
 
 
 def copy_widths(cache: KVCache) -> tuple[tuple[int, jnp.dtype], ...]:

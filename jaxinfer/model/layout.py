@@ -194,7 +194,12 @@ def describe_cache(
     layout: Layout, policy: Policy, sizes: Sequence[int], num_pages: int, page_size: int
 ) -> KVCache:
     """Returns the cache over a mesh as abstract arrays with their shardings; arguments as for `cache_shapes`."""
-    shapes = cache_shapes(layout.whole, policy, sizes, num_pages, page_size)
+    ways = num_shards("kv_heads", mesh=layout.mesh)
+    # A device's own pages side by side: slabs of scales are padded on each.
+    shapes = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct((*s.shape[:-1], s.shape[-1] * ways), s.dtype),
+        cache_shapes(layout.local, policy, sizes, num_pages, page_size),
+    )
     return _describe(layout.mesh, shapes, partition_cache)
 
 

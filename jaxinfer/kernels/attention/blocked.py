@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.arrays.pages import code_places, decode, group_size, read_codes, read_scales
+from jaxinfer.arrays.pages import code_places, decode, from_slab, group_size, read_codes, read_scales
 from jaxinfer.kernels.attention.paged import PagedKV
 from jaxinfer.kernels.attention.reference import MASKED, visible
 
@@ -111,14 +111,17 @@ def _attend(
     position = start[:, None] + jnp.arange(T, dtype=jnp.int32)
 
     def gather(pool: jax.Array, ids: jax.Array) -> jax.Array:
-        """Returns whole pages of the layer, ``[B, S, ..]``."""
+        """Returns whole pages of the layer, ``[B * step, ..]``."""
         index = kv.layer * P + jnp.clip(ids.reshape(-1), 0, P - 1)
         # [.., Z, C] as it lies: a row of Z*C has other tiles, and a TPU copied the whole pool into them at every layer.
-        flat = pool.reshape(num_layers * P, Z, -1)
-        return flat.at[index].get(mode="promise_in_bounds").reshape(B, S, -1)
+        flat = pool.reshape(num_layers * P, *pool.shape[2:])
+        return flat.at[index].get(mode="promise_in_bounds")
 
     def read(ids: jax.Array, values: jax.Array, scales: jax.Array | None) -> Stored:
-        return gather(values, ids), None if scales is None else gather(scales, ids)
+        stored = gather(values, ids).reshape(B, S, -1)
+        if scales is None:
+            return stored, None
+        return stored, from_slab(gather(scales, ids), kv.format, K, H, Z).reshape(B, S, -1)
 
     def block(i: jax.Array | int) -> tuple[jax.Array, Stored]:
         """Returns a block's masked scores and its values."""

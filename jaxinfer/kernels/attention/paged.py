@@ -16,7 +16,8 @@ class PagedKV:
     Attributes:
       k, v: ``[l, P, Z, ..]`` pages of a stack of l layers, as `arrays.pages` lays a token's ``K*H`` numbers. Lanes that
         are not read may hold any codes of finite numbers: a weight of 0 must give 0.
-      k_scale, v_scale: ``[l, P, Z, ..]`` their scales, None where the format is plain.
+      k_scale, v_scale: ``[l, P, Z, ..]`` their scales, or ``[l, P, rows, lanes]`` of `arrays.pages.scale_slab`; None
+        where the format is plain.
       layer: which of the l.
       format: of the numbers.
     """

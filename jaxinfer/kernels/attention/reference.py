@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.arrays.pages import decode
+from jaxinfer.arrays.pages import decode, from_slab
 from jaxinfer.kernels.attention.paged import PagedKV
 
 MASKED = -1e30  # finite, so that a row with no visible key gives numbers, not NaN
@@ -58,7 +58,7 @@ def paged_attention_reference(
         return jnp.take(pool[kv.layer], pages, axis=0, mode="clip")
 
     def read(values: jax.Array, scales: jax.Array | None) -> jax.Array:
-        scales = None if scales is None else gather(scales)
+        scales = None if scales is None else from_slab(gather(scales), kv.format, K, H, Z)
         return decode(gather(values), scales, kv.format, K, H).reshape(B, -1, K, H).astype(jnp.float32)
 
     keys, values = read(kv.k, kv.k_scale), read(kv.v, kv.v_scale)
