@@ -49,7 +49,8 @@ def measure(module: Module, dynamic_trips: float = 1) -> Cost:
     """Counts what one run of a program does; XLA's own analysis counts the body of a loop once.
 
     A fusion reads its operands and writes its result, but of what it slices or updates in place only the part. What
-    lies on the chip moves nothing. Bytes are those of the arrays: tiles may pad them.
+    lies on the chip moves nothing. Bytes are those of the arrays: tiles may pad them. A kernel of our own says itself
+    what it reads, writes and multiplies.
 
     Args:
       module: from `hlo.parse`.
@@ -120,6 +121,8 @@ def fused(module: Module, instruction: Instruction) -> Computation | None:
 def _bytes_of(module: Module, computation: Computation, i: Instruction) -> float:
     operands = computation.operands_of(i)
     results = i.arrays
+    if (said := _estimated(i, "bytes_accessed")) is not None:
+        return said
     if i.opcode == "copy-start":
         return results[0].num_bytes + results[1].num_bytes
     if (inner := fused(module, i)) is not None:
@@ -138,6 +141,14 @@ def _bytes_of(module: Module, computation: Computation, i: Instruction) -> float
         return 2 * operands[-1 if i.opcode == "scatter" else 1].arrays[0].num_bytes
     read = sum(a.num_bytes for operand in operands for a in operand.arrays)
     return read + sum(a.num_bytes for a in results)
+
+
+def _estimated(i: Instruction, name: str) -> float | None:
+    """Returns what a kernel of our own says that it takes: it is given whole pools and reads some of their pages."""
+    if i.opcode != "custom-call":
+        return None
+    found = re.search(rf'"cost_estimate":\{{[^}}]*"{name}":"(\d+)"', i.attributes)
+    return float(found.group(1)) if found else None
 
 
 def _is_on_chip(i: Instruction) -> bool:
@@ -202,6 +213,8 @@ def updated_in_place(computation: Computation, result: Instruction) -> Instructi
 
 
 def _flops_of(module: Module, computation: Computation, i: Instruction) -> float:
+    if (said := _estimated(i, "flops")) is not None:
+        return said
     if i.opcode == "dot":
         return _dot(
             computation.instructions[i.operands[0]].arrays[0], i.arrays[0], i.get("lhs_contracting_dims")

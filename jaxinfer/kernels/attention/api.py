@@ -46,10 +46,23 @@ def paged_attention_native(
     return call_form(form, q, kv, pages, start, length, scale=scale, window=window, softcap=softcap)
 
 
+def _on_tpu(*operands: Any, **options: Any) -> jax.Array:
+    # Pallas takes a third of a second to import.
+    from jaxinfer.kernels.attention.tpu import paged_attention_tpu
+
+    return paged_attention_tpu(*operands, **options)
+
+
+def _interpreted(*operands: Any, **options: Any) -> jax.Array:
+    return _on_tpu(*operands, **options, interpret=True)
+
+
 IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "blocked": paged_attention_blocked,
     "native": paged_attention_native,
     "reference": paged_attention_reference,
+    "tpu": _on_tpu,
+    "tpu-interpret": _interpreted,
 }
 
 
@@ -63,14 +76,22 @@ def choose_attention(
       heads: of the model. policy: of the run. num_devices: that the run's arrays lie on.
 
     Raises:
-      ValueError: an unknown name, or ``native`` where it cannot run: a kernel that was asked for runs or is an error.
+      ValueError: an unknown name, or ``native`` or ``tpu`` where they cannot run: a kernel that was asked for runs or
+        is an error.
     """
     if name not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(
             f"attention: unknown implementation {name!r}; there are: auto, {', '.join(IMPLEMENTATIONS)}"
         )
+    if name == "tpu" and backend() != "tpu":
+        raise ValueError(
+            f"attention=tpu cannot run: its kernel is for TPUs, this is a {backend()}; take attention=auto, or "
+            "attention=tpu-interpret to run it step by step in XLA"
+        )
     if name not in ("auto", "native"):
         return name, "asked for"
+    if name == "auto" and backend() == "tpu":
+        return "tpu", "it reads pages where they lie, in every format"
     problem = _why_not(heads, policy, num_devices)
     if problem is None:
         return "native", "asked for" if name == "native" else this_machine()[1]

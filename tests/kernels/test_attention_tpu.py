@@ -1,0 +1,170 @@
+"""The TPU's kernel, interpreted, equals the oracle: numbers, order of copies and waits; no TPU takes part."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from jaxinfer.arrays.formats import Format
+from jaxinfer.arrays.pages import from_slab, scale_slab, to_slab
+from jaxinfer.arrays.precision import Policy
+from jaxinfer.config import AttentionConfig
+from jaxinfer.kernels.attention import tpu
+from jaxinfer.kernels.attention.api import choose_attention
+from jaxinfer.kernels.attention.blocked import paged_attention_blocked
+from jaxinfer.kernels.attention.cases import CASES, Case, make_inputs
+from jaxinfer.kernels.attention.paged import PagedKV
+from jaxinfer.kernels.attention.reference import paged_attention_reference
+from jaxinfer.kernels.attention.tpu import interpret_attention_tpu, paged_attention_tpu
+from tests.kernels.test_attention import CODED, operands, options_of
+
+NAMED = {case.name: case for case in CASES}
+SHORT = ["decode", "verify rows", "prefill window"]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch):
+    """So that every case goes over several blocks and from row to row."""
+    monkeypatch.setattr(tpu, "BLOCK", 64)
+
+
+def attend(
+    implementation: Callable[..., Any], case: Case, arrays: dict[str, Any], fmt: Format, **options: Any
+) -> np.ndarray:
+    """Runs an implementation over layer 1 of 2, in pages of ``fmt``."""
+    return np.asarray(jitted(implementation, case, **options)(*operands(case, arrays, fmt)), np.float32)
+
+
+def jitted(implementation: Callable[..., Any], case: Case, **options: Any) -> Any:
+    return jax.jit(partial(implementation, **options_of(case), **options))
+
+
+def check(case: Case, fmt: Format, dtype: str = "float32", atol: float = 2e-5, **options: Any) -> None:
+    arrays = {k: a.astype(dtype) if k in "qkv" else a for k, a in make_inputs(case, seed=1).items()}
+    got = attend(interpret_attention_tpu, case, arrays, fmt, **options)
+    want = attend(paged_attention_reference, case, arrays | {"q": arrays["q"].astype(np.float32)}, fmt)
+    assert np.isfinite(got).all()
+    for row, length in enumerate(case.length):
+        np.testing.assert_allclose(got[row, :length], want[row, :length], atol=atol, err_msg=case.name)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_kernel_equals_oracle(case: Case):
+    check(case, Format("float32"))
+
+
+@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("text", ["bfloat16", *CODED])
+def test_kernel_equals_oracle_over_every_format(text: str, name: str):
+    check(NAMED[name], Format.parse(text))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [c for c in CASES if c.name not in SHORT], ids=lambda case: case.name)
+@pytest.mark.parametrize("text", ["bfloat16", "float16", *CODED])
+def test_kernel_equals_oracle_over_every_format_and_case(text: str, case: Case):
+    check(case, Format.parse(text))
+
+
+@pytest.mark.parametrize("text", ["bfloat16", "int8", "int4:g64"])
+def test_products_in_16_bits_stay_near_float32(text: str):
+    check(NAMED["prefill chunk"], Format.parse(text), "bfloat16", 0.03)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("text", ["float32", "int8", "mxfp4"])
+def test_heads_of_every_size_share_or_fill_vectors_of_lanes(head_dim: int, text: str):
+    for heads in ((4, 1, head_dim), (10, 5, head_dim)):
+        check(Case("heads", 3, heads, (70, 0, 3), (3, 2, 0), softcap=20.0, window=50), Format.parse(text))
+
+
+def test_tiles_of_a_chunk_read_only_what_they_see(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tpu, "TILE_ROWS", 32)
+    check(replace(NAMED["prefill long context"], T=70, length=(70, 9)), Format("float32"))
+    check(NAMED["prefill padding row"], Format("int8"))
+
+
+@pytest.mark.parametrize("text", ["float32", "int8"])
+def test_copies_are_awaited_and_buffers_not_overwritten(text: str, monkeypatch: pytest.MonkeyPatch):
+    """Memory that nothing was copied to is NaN here, and a copy into what is being read is an error (in jax 0.12)."""
+    monkeypatch.setattr(tpu, "BLOCK", 16)
+    case = Case("races", 1, (4, 2, 128), (40, 0, 3, 20), (1, 0, 1, 1), page_size=8)
+    arrays = make_inputs(case, seed=2)
+    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    got = attend(paged_attention_tpu, case, arrays, Format(text), interpret=params)
+    want = attend(paged_attention_reference, case, arrays, Format(text))
+    np.testing.assert_allclose(got[[0, 2, 3]], want[[0, 2, 3]], atol=2e-5)
+
+
+@pytest.mark.parametrize("nowhere", [-1, 10**6])
+def test_trap_15_pages_that_no_query_sees_may_have_any_id(nowhere: int):
+    case = NAMED["decode window"]
+    arrays = make_inputs(case)
+    want = attend(interpret_attention_tpu, case, arrays, Format("float32"))
+    arrays["pages"][arrays["pages"] == len(arrays["k"])] = nowhere
+    for row, context in enumerate(case.context):
+        arrays["pages"][row, : max(0, context - (case.window or 0) + 1) // case.page_size] = nowhere
+    np.testing.assert_array_equal(attend(interpret_attention_tpu, case, arrays, Format("float32")), want)
+
+
+def test_a_window_may_be_known_to_the_run_only():
+    case = NAMED["prefill window"]
+    args = operands(case, make_inputs(case), Format("float32"))
+    scale = case.heads[2] ** -0.5
+    kernel = jax.jit(partial(interpret_attention_tpu, scale=scale))
+    for window in (0, 1, 8, 30):
+        want = paged_attention_reference(*args, scale=scale, window=window)
+        got = kernel(*args, window=jnp.int32(window))
+        for row, length in enumerate(case.length):
+            np.testing.assert_allclose(got[row, :length], want[row, :length], atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "implementation", [paged_attention_reference, paged_attention_blocked, interpret_attention_tpu]
+)
+@pytest.mark.parametrize("text", ["int8", "int4:g16", "mxfp4"])
+def test_scales_in_slabs_are_the_same_scales(implementation: Callable[..., jax.Array], text: str):
+    case, fmt = NAMED["decode"], Format.parse(text)
+    heads = case.heads[1:]
+    given: Any = operands(case, make_inputs(case), fmt)
+    q, kv, *rows = given
+    slabs = [to_slab(each, fmt, *heads, case.page_size) for each in (kv.k_scale, kv.v_scale)]
+    assert slabs[0].shape[2:] == scale_slab(fmt, *heads, case.page_size)
+    for slab, plain in zip(slabs, (kv.k_scale, kv.v_scale), strict=True):
+        np.testing.assert_array_equal(from_slab(slab, fmt, *heads, case.page_size), plain)
+    run = jitted(implementation, case)
+    lain = PagedKV(kv.k, kv.v, *slabs, kv.layer, fmt)
+    np.testing.assert_array_equal(run(q, lain, *rows), run(q, kv, *rows))
+
+
+def test_the_kernel_is_chosen_on_a_tpu_and_refused_elsewhere():
+    heads, policy = AttentionConfig(9, 3, 64, 1.0), Policy.parse("bfloat16")
+    with jax.sharding.use_abstract_mesh(tpu_mesh()):
+        assert choose_attention("auto", heads, policy, 8) == (
+            "tpu",
+            "it reads pages where they lie, in every format",
+        )
+        assert choose_attention("blocked", heads, policy) == ("blocked", "asked for")
+    with pytest.raises(ValueError, match=r"attention=tpu cannot run.*this is a cpu.*tpu-interpret"):
+        choose_attention("tpu", heads, policy)
+    assert choose_attention("tpu-interpret", heads, policy) == ("tpu-interpret", "asked for")
+
+
+def tpu_mesh() -> AbstractMesh:
+    """Returns a mesh of one TPU that is not here."""
+    device = AbstractDevice(device_kind="TPU v6 lite", num_cores=1, platform="tpu")
+    return AbstractMesh((1,), ("one",), abstract_device=device)
+
+
+def test_a_table_larger_than_scalar_memory_is_refused():
+    case = NAMED["decode"]
+    q, kv, pages, *rows = operands(case, make_inputs(case), Format("float32"))
+    with pytest.raises(ValueError, match=r"scalar memory.*page_size 16 now"):
+        paged_attention_tpu(q, kv, jnp.tile(pages, (1, 10_000)), *rows, scale=1.0)
