@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from jaxinfer.arrays.specs import FLOAT32_ROLES, flatten_specs, path_name
 from jaxinfer.build import choose_buckets, default_stack_size, take_share
 from jaxinfer.config import ModelConfig
 from jaxinfer.kernels.attention.api import choose_attention
+from jaxinfer.kernels.matmul.api import choose_matmul
 from jaxinfer.model.cache import cache_shapes
 from jaxinfer.model.decoder import Static, param_specs, stack_sizes, stacked_shapes
 from jaxinfer.model.layout import describe_cache, describe_params, lay_out
@@ -189,6 +190,7 @@ def describe_table(
             cache = describe_cache(layout, policy, sizes, *pages)
             state = params, cache, _place(slots, layout.sharding("rows"))
         own = layout.local if layout else cfg
+        policy = replace(policy, matmul=choose_matmul("auto", policy, mesh.size)[0])
         chosen, _ = choose_attention(attention, own.attention, policy, mesh.size)
         static = Static(own, policy, chosen, workload.context)
         params, cache, slots = state

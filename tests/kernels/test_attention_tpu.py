@@ -133,14 +133,13 @@ def test_a_window_may_be_known_to_the_run_only():
 def test_scales_in_slabs_are_the_same_scales(implementation: Callable[..., jax.Array], text: str):
     case, fmt = NAMED["decode"], Format.parse(text)
     heads = case.heads[1:]
-    given: Any = operands(case, make_inputs(case), fmt)
-    q, kv, *rows = given
+    q, kv, *rows = operands(case, make_inputs(case), fmt)
     slabs = [to_slab(each, fmt, *heads, case.page_size) for each in (kv.k_scale, kv.v_scale)]
     assert slabs[0].shape[2:] == scale_slab(fmt, *heads, case.page_size)
     for slab, plain in zip(slabs, (kv.k_scale, kv.v_scale), strict=True):
         np.testing.assert_array_equal(from_slab(slab, fmt, *heads, case.page_size), plain)
     run = jitted(implementation, case)
-    lain = PagedKV(kv.k, kv.v, *slabs, kv.layer, fmt)
+    lain = PagedKV(kv.k, kv.v, slabs[0], slabs[1], kv.layer, fmt)
     np.testing.assert_array_equal(run(q, lain, *rows), run(q, kv, *rows))
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxinfer.kernels.matmul.floats import FloatForm
     from jaxinfer.kernels.matmul.native import Form
 
-IMPLEMENTATIONS = ("xla", "native")
+IMPLEMENTATIONS = ("xla", "native", "tpu")
 _FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))  # that kernels read and write
 
 
@@ -30,7 +30,7 @@ def choose_matmul(name: str, policy: Policy, num_devices: int = 1) -> tuple[str,
       name: ``auto`` or one of `IMPLEMENTATIONS`. policy: of the run. num_devices: that the run's arrays lie on.
 
     Raises:
-      ValueError: an unknown name, or ``native`` where it cannot run, with the reason.
+      ValueError: an unknown name, or ``native`` or ``tpu`` where they cannot run, with the reason.
     """
     if name not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(
@@ -38,6 +38,8 @@ def choose_matmul(name: str, policy: Policy, num_devices: int = 1) -> tuple[str,
         )
     if name == "xla":
         return name, "asked for"
+    if name == "tpu" or backend() == "tpu":
+        return _choose_on_tpu(name, policy)
     problem = _why_not(num_devices)
     reasons = [problem] if problem else [_why_no_codes(policy), _why_no_floats(policy)]
     if None in reasons:
@@ -47,6 +49,26 @@ def choose_matmul(name: str, policy: Policy, num_devices: int = 1) -> tuple[str,
     if name == "native":
         raise ValueError(f"matmul=native cannot run: {why}; take matmul=auto or matmul=xla")
     return "xla", why
+
+
+def _choose_on_tpu(name: str, policy: Policy) -> tuple[str, str]:
+    """As `choose_matmul`, where there is a TPU or its kernel is asked for."""
+    problem = None
+    if backend() != "tpu":
+        problem = f"its kernel is for TPUs, this is a {backend()}"
+    elif name == "native":
+        problem = "native kernels are for CPUs, this is a tpu"
+    elif policy.weights.bits != 4 or policy.weights.group is None or policy.act != "compute":
+        kind = f"weights of {policy.weights} and act={policy.act}"
+        problem = f"its kernel opens weights of 4 bits in groups for rows of 16 bits, the policy has {kind}"
+    if problem is None:
+        from jaxinfer.kernels.matmul.tpu import multiply_tpu
+
+        MULTIPLIERS["tpu"] = multiply_tpu
+        return "tpu", "asked for" if name == "tpu" else "XLA writes weights of 4 bits out in 16 first"
+    if name != "auto":
+        raise ValueError(f"matmul={name} cannot run: {problem}; take matmul=auto or matmul=xla")
+    return "xla", problem
 
 
 def _why_not(num_devices: int) -> str | None:
