@@ -30,6 +30,7 @@ from jaxinfer.kernels.matmul.api import choose_matmul
 from jaxinfer.model.cache import copy_widths, describe_pages, page_bytes
 from jaxinfer.model.decoder import Static, param_specs, stack_sizes
 from jaxinfer.model.layout import Layout, describe_layout, lay_out
+from jaxinfer.model.stages import describe_idleness
 from jaxinfer.run_config import RunConfig
 from jaxinfer.schedule.limits import PreemptionMode, SchedulerConfig
 from jaxinfer.schedule.pages import PagePool
@@ -275,12 +276,14 @@ def prepare(config: RunConfig, model: Model, say: Say) -> Prepared:
     for note in (*fitted, *notes, tell_weights(specs, policy), *warn_of_widening(policy)):
         say(note)
     layout, num_shares = lay_over_mesh(config, cfg, policy, say)
-    share, own = (layout.local if layout else cfg), take_share(config, num_shares)
-    num_pages, max_len = plan_memory(own, share, policy, say)
+    own = take_share(config, num_shares)
+    num_pages, max_len = plan_memory(own, layout.share if layout else cfg, policy, say)
     buckets = choose_buckets(own, max_len).times(num_shares)
+    share = layout.local if layout else cfg
     chosen, attention = pick_kernels(config, share, policy, layout.mesh.size if layout else 1, say)
     static = Static(share, chosen, attention, max_len)
-    sizes = stack_sizes(cfg, config.stack_size or default_stack_size(cfg), policy)
+    deal = layout.deal if layout else ()
+    sizes = stack_sizes(cfg, config.stack_size or default_stack_size(cfg), policy, deal)
     if hosts := current_hosts():
         hosts.require_same(policy=str(policy), pages=str(num_pages), steps=repr((static, sizes, buckets)))
     rows = config.max_num_seqs, max_len
@@ -319,25 +322,22 @@ def lay_over_mesh(config: RunConfig, cfg: ModelConfig, policy: Policy, say: Say)
         )
     if mesh is None:
         return None, 1
-    if mesh.shape["stage"] > 1:
-        raise ValueError(
-            f"mesh: got {config.mesh!r}, but pipelines are not built; leave stage out, take tensor or data"
-        )
     num = num_shards("rows", mesh=mesh)
     wrong = {
         "max_num_seqs": config.max_num_seqs % num > 0,
-        "num_decode_steps": num > 1 and config.num_decode_steps > 1,
         "host_cache_bytes": num > 1 and read_bytes("host_cache_bytes", config.host_cache_bytes) > 0,
         "prefill_buckets": any(rows % num for rows, _ in config.prefill_buckets),
     }
     for name in (name for name, is_wrong in wrong.items() if is_wrong):
         raise ValueError(
             f"{name}: got {getattr(config, name)!r} with mesh {config.mesh!r}, which cuts rows into {num} shares (data "
-            "times expert): they must divide max_num_seqs and the rows of prefill_buckets, and there are no steps of "
-            "several tokens and no host cache beside them"
+            "times expert): they must divide max_num_seqs and the rows of prefill_buckets, and there is no host cache "
+            "beside them"
         )
     layout = lay_out(cfg, policy, mesh)
     say(describe_layout(layout, cfg) + (f"; {num} shares of rows and pages" if num > 1 else ""))
+    if (stages := mesh.shape["stage"]) > 1:
+        say(describe_idleness(stages, config.max_num_seqs // num, config.num_decode_steps))
     return layout, num
 
 

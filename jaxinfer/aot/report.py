@@ -177,7 +177,8 @@ def describe_table(
             f"rows: got {workload.rows}, which the mesh's {num_shares} shares of the rows must divide"
         )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        sizes = stack_sizes(cfg, stack_size or default_stack_size(cfg), policy)
+        deal = layout.deal if layout else ()
+        sizes = stack_sizes(cfg, stack_size or default_stack_size(cfg), policy, deal)
         pages = workload.rows * workload.width, workload.page_size
         slots = jax.eval_shape(
             lambda: init_slots(workload.rows, workload.context, cfg.vocab_size, num_shares=num_shares)

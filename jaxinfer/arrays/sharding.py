@@ -12,22 +12,25 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.arrays.specs import map_specs
 
 # Outermost first: neighbours along the last are closest, and they talk most.
 AXES = ("data", "stage", "expert", "tensor")
-# The experts' devices have rows of their own: a mixture gathers the tokens of all, and gives back what is each one's.
+# The experts' devices have rows of their own: a mixture brings tokens to their experts, and back.
+# Stages share the vocabulary too: embedding and head would lie idle, and in memory, on all but one of them.
 RULES: dict[str, tuple[str, ...]] = {
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "ffn": ("tensor",),
-    "vocab": ("tensor",),
+    "vocab": ("stage", "tensor"),
     "experts": ("expert",),
     "layers": ("stage",),
     "rows": ("data", "expert"),
     "pages": ("data", "expert"),
+    "page_content": ("stage", "tensor"),
     "embed": (),
 }
 
@@ -179,6 +182,25 @@ def scatter_sum(x: jax.Array, axis: str, dim: int) -> jax.Array:
     """Returns this device's part, along a dimension, of the sum of all shares' ``x``: what `gather_shards` undoes."""
     names = _names(axis)
     return jax.lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True) if names else x
+
+
+def swap_shards(x: jax.Array, axis: str) -> jax.Array:
+    """Returns, share after share, what each one's ``x`` has for this one: equal parts of the first dimension."""
+    names = _names(axis)
+    return jax.lax.all_to_all(x, names, 0, 0, tiled=True) if names else x
+
+
+def pass_on(x: jax.Array, axis: str) -> jax.Array:
+    """Returns the ``x`` of the share before this one, zeros on the first."""
+    (name,) = _names(axis)
+    size = _sizes()[name]
+    return jax.lax.ppermute(x, name, [(i, i + 1) for i in range(size - 1)])
+
+
+def from_last(x: jax.Array, axis: str) -> jax.Array:
+    """Returns the last share's ``x``, on every device."""
+    size = num_shards(axis)
+    return x if size == 1 else sum_shards(jnp.where(shard_index(axis) == size - 1, x, 0), axis)
 
 
 def _sizes() -> dict[str, int]:

@@ -38,7 +38,7 @@ class HostPages:
         for pages, slots in _batches([(page, slot) for slot, page in loads], self._num_pages):
             taken = (slots + slots[:1] * COPY_PAGES)[:COPY_PAGES]  # what fills up goes to no page
             content = tuple(room[taken] for room in self._room)
-            content = self._table.put(content, None, "kv_heads")
+            content = self._table.put(content, None, "page_content")
             cache = self._table.replace_pages(cache, self._table.put(pages), content)
         return cache
 

@@ -6,63 +6,26 @@ runs a block ``[B, T]`` at a time. Layers are a tuple of stacks, each scanned ov
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from jaxinfer.arrays.formats import Format
-from jaxinfer.arrays.pages import turn
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.arrays.quant import linear, take_rows
 from jaxinfer.arrays.quantized import abstract
-from jaxinfer.arrays.sharding import num_shards, shard_index, sum_shards
+from jaxinfer.arrays.sharding import from_last, num_shards, shard_index, sum_shards
 from jaxinfer.arrays.specs import ParamSpec, flatten_specs, is_spec, path_name
 from jaxinfer.config import LayerKind, ModelConfig
-from jaxinfer.kernels.attention.api import paged_attention
-from jaxinfer.kernels.attention.paged import PagedKV
-from jaxinfer.model.cache import KVCache, Pages, token_slots, write_pages
-from jaxinfer.model.layers import mlp, norm, project_out, project_qkv, softcap
-from jaxinfer.model.moe import moe
-from jaxinfer.model.rope import apply_rope, inv_freq, rotary
-
-
-@struct.dataclass
-class Block:
-    """Rows of tokens that attend together: ``T = 1`` decodes, more is a prefill chunk.
-
-    Attributes:
-      tokens: ``[B, T]`` int32 ids.
-      start: ``[B]`` position of each row's first token; earlier positions are in the cache.
-      length: ``[B]`` tokens that count, 0 for a padding row.
-      pages: ``[B, W]`` page ids of each row, enough for ``start + length`` tokens; the rest may hold anything
-        outside ``[0, P)``.
-    """
-
-    tokens: jax.Array
-    start: jax.Array
-    length: jax.Array
-    pages: jax.Array
-
-
-@dataclass(frozen=True)
-class Static:
-    """What a step is compiled for: everything that is not an array.
-
-    Attributes:
-      cfg: the model. policy: number formats. attention: a name from `kernels.attention`.
-      context: longest sequence in tokens that the run serves; rope kinds that stretch by length read it.
-    """
-
-    cfg: ModelConfig
-    policy: Policy
-    attention: str = "blocked"
-    context: int | None = None
+from jaxinfer.model.cache import KVCache
+from jaxinfer.model.layers import norm, softcap
+from jaxinfer.model.pipeline import run_stages
+from jaxinfer.model.stacks import Block, Static, run_layers
+from jaxinfer.model.stages import Deal, stand_ins
 
 
 def layer_specs(cfg: ModelConfig, kind: LayerKind) -> dict[str, Any]:
@@ -130,28 +93,43 @@ def param_specs(cfg: ModelConfig) -> dict[str, Any]:
     return specs
 
 
-def stack_sizes(cfg: ModelConfig, size: int, policy: Policy | None = None) -> tuple[int, ...]:
+def stack_sizes(
+    cfg: ModelConfig, size: int, policy: Policy | None = None, deal: Deal = ()
+) -> tuple[int, ...]:
     """Returns how many layers each stack holds: at most ``size``, and only layers of one structure together.
 
     Args:
       cfg: the model.
       size: 1 unrolls, L makes one scan.
       policy: whose exceptions may give layers formats of their own, which part them too.
+      deal: layers of each stage (`Layout.deal`), whose places are what is stacked then; () for one stage.
     """
+    deal = deal or (tuple(range(cfg.num_layers)),)
 
     def are_alike(first: int, count: int) -> bool:
-        kinds = cfg.layers[first : first + count]
+        layers = [layer for own in deal for layer in own[first : first + count] if layer >= 0]
+        kinds = [cfg.layers[layer] for layer in layers]
         rotary_dims = {cfg.ropes[kind.rope].rotary_dim for kind in kinds if kind.rope is not None}
-        formats = {_layer_formats(cfg, policy, i) for i in range(first, first + count)} if policy else ()
+        formats = {_layer_formats(cfg, policy, layer) for layer in layers} if policy else ()
         return len({kind.moe for kind in kinds}) == 1 and len(rotary_dims) <= 1 and len(formats) <= 1
 
     stacks: list[int] = []
-    for done in range(cfg.num_layers):
+    for done in range(len(deal[0])):
         if stacks and stacks[-1] < size and are_alike(done - stacks[-1], stacks[-1] + 1):
             stacks[-1] += 1
         else:
             stacks.append(1)
     return tuple(stacks)
+
+
+def layer_structures(cfg: ModelConfig, policy: Policy) -> list[Hashable]:
+    """Returns for each layer what must be equal for two of them to be one on other stages; see `stack_sizes`."""
+    dims = [None if kind.rope is None else cfg.ropes[kind.rope].rotary_dim for kind in cfg.layers]
+    several = len(set(dims) - {None}) > 1  # a layer that rotates nothing goes with any, but not with all
+    return [
+        (kind.moe, dim if several else None, _layer_formats(cfg, policy, layer))
+        for layer, (kind, dim) in enumerate(zip(cfg.layers, dims, strict=True))
+    ]
 
 
 def _layer_formats(cfg: ModelConfig, policy: Policy, layer: int) -> tuple[Format, ...]:
@@ -160,9 +138,7 @@ def _layer_formats(cfg: ModelConfig, policy: Policy, layer: int) -> tuple[Format
     return tuple(policy.format_of(f"layers.{layer}.{path}", spec) for path, spec in flatten_specs(specs))
 
 
-def stack_layers(
-    params: dict[str, Any], sizes: Sequence[int], stack: Callable[[Any], Any] | None = None
-) -> dict[str, Any]:
+def stack_layers(params: dict[str, Any], sizes: Sequence[int]) -> dict[str, Any]:
     """Returns the parameters with ``layers`` gathered into ``stacks``, each leaf with a leading layer axis.
 
     A layer that stands alone (unrolled, the CPU's form) has its q, k and v joined into one matrix: three small products
@@ -171,13 +147,12 @@ def stack_layers(
     Args:
       params: tree of `param_specs`; consumed (its layers are released as they are stacked).
       sizes: layers in each stack, from `stack_sizes`.
-      stack: makes a stack of layers, `stack_group` when None.
     """
     layers = list(params.pop("layers"))
     stacks = []
     for size in sizes:
         group, layers = layers[:size], layers[size:]
-        stacks.append((stack or stack_group)(group))
+        stacks.append(stack_group(group))
     return {**params, "stacks": tuple(stacks)}
 
 
@@ -186,13 +161,17 @@ def stacked_shapes(
     policy: Policy,
     sizes: Sequence[int],
     fill: Callable[[ParamSpec, Any], Any] = lambda spec, leaf: leaf,
+    deal: Deal = (),
 ) -> dict[str, Any]:
     """Returns what `stack_layers` makes of a model's parameters, as abstract arrays.
 
     Args:
       cfg: the model. policy: names the format of each role. sizes: layers in each stack, from `stack_sizes`.
-      fill: makes leaves the sizes that they have over a mesh (`Layout.fill`).
+      fill: makes leaves the sizes that they have over a mesh (`Layout.fill`). deal: layers of each stage, as for
+        `stack_sizes`; a stack holds those of all stages, one stage after the other.
     """
+    deal = deal or (tuple(range(cfg.num_layers)),)
+    places = stand_ins(deal)
 
     def describe(spec: ParamSpec, fmt: Format) -> Any:
         return fill(spec, abstract(spec, fmt))
@@ -206,13 +185,16 @@ def stacked_shapes(
     def stack(moe: bool, size: int, formats: tuple[Format, ...]) -> Any:
         leaves, tree = jax.tree.flatten(layer_specs(cfg, LayerKind(moe=moe)), is_leaf=is_spec)
         layer = tree.unflatten(map(describe, leaves, formats))
-        return jax.eval_shape(stack_group, [layer] * size)
+        own = jax.eval_shape(stack_group, [layer] * size)
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((len(deal) * size, *leaf.shape[1:]), leaf.dtype), own
+        )
 
     specs = param_specs(cfg)
     del specs["layers"]
     firsts = accumulate(sizes[:-1], initial=0)
     stacks = tuple(
-        stack(cfg.layers[first].moe, size, _layer_formats(cfg, policy, first))
+        stack(cfg.layers[places[first]].moe, size, _layer_formats(cfg, policy, places[first]))
         for first, size in zip(firsts, sizes, strict=True)
     )
     return {**shapes(specs), "stacks": stacks}
@@ -260,7 +242,8 @@ def _look_up(table: Any, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def unembed(params: dict[str, Any], static: Static, x: jax.Array) -> jax.Array:
-    """Returns float32 logits ``[M, V]`` of the normed stream ``x [M, D]``."""
+    """Returns float32 logits ``[M, V]`` of the normed stream ``x [M, D]``, which the last stage has."""
+    x = from_last(x, "layers")
     w = params["embed"]["tokens"] if static.cfg.tied else params["head"]["w"]
     return softcap(linear(x, w, static.policy, jnp.dtype(jnp.float32)), static.cfg.final_softcap)
 
@@ -281,120 +264,17 @@ def forward(
       keep: is given the stream ``[M, D]`` as it is embedded and as each stack leaves it; None for nothing.
 
     Returns:
-      The normed stream ``[M, D]``, block after block, rows of a block in order, and the cache.
+      The normed stream ``[M, D]``, block after block, rows of a block in order, and the cache. Where a mesh has
+      stages, the last one has the stream, and `unembed` takes it from there.
     """
-    cfg = static.cfg
     spans = [b.start[:, None] + jnp.arange(b.tokens.shape[1], dtype=jnp.int32) for b in blocks]
     positions = jnp.concatenate([s.reshape(-1) for s in spans])
     x = embed(params, static, jnp.concatenate([b.tokens.reshape(-1) for b in blocks]), positions)
-    # Behind a barrier, or XLA computes each cosine anew in every layer that reads it.
-    tables = jax.lax.optimization_barrier(
-        [rotary(positions, *inv_freq(rope, static.context)) for rope in cfg.ropes]
-    )
     keep = [] if keep is None else keep
     keep.append(x)
-    done = 0
-    new_cache = []
-    for stack, pages in zip(params["stacks"], cache, strict=True):
-        size = pages.k.shape[0]
-        kinds = cfg.layers[done : done + size]
-        x, pages = _run_stack(x, stack, pages, kinds, blocks, tables, static)
-        new_cache.append(pages)
-        keep.append(x)
-        done += size
-    return norm(x, params["final_norm"], cfg.norm), tuple(new_cache)
 
+    def run(x: jax.Array, cache: KVCache, blocks: Sequence[Block]) -> tuple[jax.Array, KVCache]:
+        return run_layers(x, params["stacks"], cache, blocks, static, keep)
 
-def _run_stack(
-    x: jax.Array,
-    stack: dict[str, Any],
-    pages: Pages,
-    kinds: Sequence[LayerKind],
-    blocks: Sequence[Block],
-    tables: list[tuple[jax.Array, jax.Array]],
-    static: Static,
-) -> tuple[jax.Array, Pages]:
-    """Runs the layers of one stack: a scan with the cache in its carry, or the layer itself when there is one."""
-    slots = jnp.concatenate(
-        [token_slots(b.pages, b.start, b.length, b.tokens.shape[1], pages).reshape(-1) for b in blocks]
-    )
-
-    if len(kinds) == 1:
-        kind = kinds[0]
-        angles = None if kind.rope is None else tables[kind.rope]
-        layer = jax.tree.map(lambda leaf: leaf[0], stack)
-        return _layer_once(x, pages, layer, 0, kind.window, angles, blocks, slots, static)
-    windows = None
-    if any(kind.window for kind in kinds):
-        windows = jnp.array([kind.window or 0 for kind in kinds], jnp.int32)
-    ropes = sorted({-1 if kind.rope is None else kind.rope for kind in kinds})
-    choices = _rope_choices(tables, ropes)
-    which = jnp.array([ropes.index(-1 if kind.rope is None else kind.rope) for kind in kinds], jnp.int32)
-
-    def body(carry, layer_in):
-        layer, index, window, rope = layer_in
-        angles = None if choices is None else jax.tree.map(lambda t: t[rope], choices)
-        x, pages = carry
-        return _layer(x, pages, layer, index, window, angles, blocks, slots, static), None
-
-    (x, pages), _ = jax.lax.scan(body, (x, pages), (stack, jnp.arange(len(kinds)), windows, which))
-    return x, pages
-
-
-def _rope_choices(tables: list[tuple[jax.Array, jax.Array]], ropes: Sequence[int]):
-    """Returns the cos and sin tables that a stack's layers choose from, stacked; -1 rotates by nothing."""
-    if ropes == [-1]:
-        return None
-    like = tables[max(ropes)]
-    still = (jnp.ones_like(like[0]), jnp.zeros_like(like[1]))
-    return jax.tree.map(lambda *t: jnp.stack(t), *[still if r < 0 else tables[r] for r in ropes])
-
-
-def _layer(
-    x: jax.Array,
-    pages: Pages,
-    p: dict[str, Any],
-    index: jax.Array | int,
-    window: jax.Array | int | None,
-    angles: tuple[jax.Array, jax.Array] | None,
-    blocks: Sequence[Block],
-    slots: jax.Array,
-    static: Static,
-) -> tuple[jax.Array, Pages]:
-    """Runs one layer over the stream ``x [M, D]``."""
-    cfg, policy = static.cfg, static.policy
-    norms = p["norms"]
-
-    def before(part: str) -> jax.Array:
-        return norm(x, norms[f"pre_{part}"], cfg.norm) if cfg.norm.pre else x
-
-    def after(part: str, y: jax.Array) -> jax.Array:
-        return norm(y, norms[f"post_{part}"], cfg.norm) if cfg.norm.post else y
-
-    q, k, v = project_qkv(before("attn"), p["attn"], cfg.attention, cfg.norm.eps, policy)
-    if angles is not None:
-        q, k = apply_rope(q, *angles), apply_rope(k, *angles)
-    if not policy.kv.is_plain:
-        q, k = turn(q, k, p["attn"].get("q_norm"), p["attn"].get("k_norm"))
-    pages = write_pages(pages, index, slots, k, v)
-    kv = PagedKV(pages.k, pages.v, pages.k_scale, pages.v_scale, index, pages.format)
-    heads = []
-    done = 0
-    for block in blocks:
-        B, T = block.tokens.shape
-        mine = q[done : done + B * T].reshape(B, T, *q.shape[1:])
-        out = paged_attention(
-            static.attention, mine, kv, block.pages, block.start, block.length,
-            scale=cfg.attention.scale, window=window, softcap=cfg.attention.softcap,
-        )  # fmt: skip
-        heads.append(out.reshape(B * T, *q.shape[1:]))
-        done += B * T
-    x = x + after("attn", project_out(jnp.concatenate(heads), p["attn"], policy))
-    y = before("mlp")
-    y = moe(y, p["moe"], cfg.mlp, policy) if "moe" in p else mlp(y, p["mlp"], cfg.mlp, policy)
-    return x + after("mlp", y), pages
-
-
-# Unrolled layers of one kind are traced once and called (30 of them lower in 0.2 s instead of 1.1); XLA inlines the
-# calls, and the step it makes is the same in time, memory and pages written in place.
-_layer_once = jax.jit(_layer, static_argnames=("index", "window", "static"))
+    x, cache = run(x, cache, blocks) if num_shards("layers") == 1 else run_stages(x, cache, blocks, run)
+    return norm(x, params["final_norm"], static.cfg.norm), cache

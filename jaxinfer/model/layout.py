@@ -6,6 +6,9 @@ heads, each kv head is there several times and its query heads are dealt out. Tw
 devices, ``.`` for a head of zeros::
 
     kv  0 | 0 | 1 | 1        q  0 1 | 2 . | 3 4 | 5 .
+
+Layers lie on the devices of their stage alone. Where they do not divide by the stages, a layer of zeros, which adds
+nothing to the stream, stands in for what others have more (`model.stages`).
 """
 
 from __future__ import annotations
@@ -22,11 +25,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.arrays.quantized import fit_format, is_quantized
-from jaxinfer.arrays.sharding import describe_mesh, num_shards, partition
+from jaxinfer.arrays.sharding import AXES, describe_mesh, num_shards, partition, shardings
 from jaxinfer.arrays.specs import ParamSpec, flatten_specs, path_name
 from jaxinfer.config import LayerKind, ModelConfig
 from jaxinfer.model.cache import KVCache, cache_shapes
-from jaxinfer.model.decoder import layer_specs, param_specs, stack_group, stacked_shapes
+from jaxinfer.model.decoder import layer_specs, layer_structures, param_specs, stack_group, stacked_shapes
+from jaxinfer.model.stages import Deal, deal_layers, stand_ins
 
 VOCAB_UNIT = 32  # ids of a share: whole words of the bits that say which ids a request allows
 
@@ -39,15 +43,40 @@ class Layout:
 
     Attributes:
       mesh: the devices.
-      whole: the model, filled up to what divides. local: one device's share of it, which steps are traced for.
+      whole: the model, filled up to what divides; its layers are those of all stages, one stage after the other.
+      local: one device's share of it, which steps are traced for, with the layers of all stages.
       places: for a logical axis of a size, where each entry of the filled-up axis comes from, -1 for zeros; axes that
         stay as they are have none.
+      deal: the layers of each stage.
     """
 
     mesh: Mesh
     whole: ModelConfig
     local: ModelConfig
     places: Places = field(default_factory=dict)
+    deal: Deal = ()
+
+    @property
+    def share(self) -> ModelConfig:
+        """One device's share, with the layers of one stage: what memory is counted by."""
+        return replace(self.local, layers=self.local.layers[: len(self.deal[0])])
+
+    @property
+    def own_stages(self) -> list[int]:
+        """The stages that have devices of this process."""
+        here = jax.process_index()
+        devices = [self.stage(number).devices.flat for number in range(len(self.deal))]
+        return [n for n, each in enumerate(devices) if any(d.process_index == here for d in each)]
+
+    def stage(self, number: int) -> Mesh:
+        """Returns the devices of one stage as a mesh of the same axes."""
+        return Mesh(np.take(self.mesh.devices, [number], AXES.index("stage")), AXES)
+
+    def shardings(self, specs: dict[str, Any]) -> dict[str, Any]:
+        """Returns where every parameter of `param_specs` goes: a layer to the devices of its stage."""
+        stages = {layer: number for number, own in enumerate(self.deal) for layer in own}
+        layers = tuple(shardings(s, self.stage(stages[layer])) for layer, s in enumerate(specs["layers"]))
+        return {**shardings({**specs, "layers": ()}, self.mesh), "layers": layers}
 
     def fill(self, spec: ParamSpec, leaf: Any) -> Any:
         """Returns a parameter filled up.
@@ -103,10 +132,16 @@ def lay_out(cfg: ModelConfig, policy: Policy, mesh: Mesh) -> Layout:
     """
     a, m = cfg.attention, cfg.mlp
     name = describe_mesh(mesh)
-    ways, num_expert = num_shards("heads", mesh=mesh), num_shards("experts", mesh=mesh)
+    ways, vocab_ways, num_expert, num_stages = (
+        num_shards(axis, mesh=mesh) for axis in ("heads", "vocab", "experts", "layers")
+    )
     if num_expert > 1 and (not m.num_experts or m.num_experts % num_expert):
         got = f"{m.num_experts} experts, which {num_expert} do not divide" if m.num_experts else "no experts"
         raise ValueError(f"mesh {name}: the model has {got}; take expert=1, or as many as divide its experts")
+    if num_stages > cfg.num_layers:
+        raise ValueError(
+            f"mesh {name}: {num_stages} stages, and the model has {cfg.num_layers} layers; take at most as many stages"
+        )
     places: dict[tuple[str, int], np.ndarray] = {}
     q, kv = place_heads(a.num_heads, a.num_kv_heads, ways)
     if a.qk_norm == "full" and len(q) + len(kv) > a.num_heads + a.num_kv_heads:
@@ -117,21 +152,25 @@ def lay_out(cfg: ModelConfig, policy: Policy, mesh: Mesh) -> Layout:
     places |= {("heads", a.num_heads): q, ("kv_heads", a.num_kv_heads): kv}
     unit = ways * _ffn_unit(cfg, policy)
     sizes = {("ffn", size): unit for size in (m.ffn_dim, m.expert_dim)}
-    sizes["vocab", cfg.vocab_size] = ways * VOCAB_UNIT if ways > 1 else 1
+    sizes["vocab", cfg.vocab_size] = vocab_ways * VOCAB_UNIT if vocab_ways > 1 else 1
     for key, unit in sizes.items():
         places[key] = np.pad(np.arange(key[1]), (0, -key[1] % unit), constant_values=-1)
     num = {key: len(index) for key, index in places.items()}
     vocab_size = num["vocab", cfg.vocab_size]
+    deal = deal_layers(layer_structures(cfg, policy), num_stages)
+    both = [zip(own, stand_ins(deal), strict=True) for own in deal]
+    layers = tuple(cfg.layers[there if layer < 0 else layer] for pairs in both for layer, there in pairs)
 
-    def share(ways: int) -> ModelConfig:
+    def share(ways: int, vocab_ways: int) -> ModelConfig:
         heads = num["heads", a.num_heads] // ways, num["kv_heads", a.num_kv_heads] // ways
         attention = replace(a, num_heads=heads[0], num_kv_heads=heads[1])
         ffn_dim, expert_dim = num["ffn", m.ffn_dim] // ways, num["ffn", m.expert_dim] // ways
         mlp = replace(m, ffn_dim=ffn_dim, expert_dim=expert_dim)
-        return replace(cfg, vocab_size=vocab_size // ways, attention=attention, mlp=mlp)
+        size = vocab_size // vocab_ways
+        return replace(cfg, vocab_size=size, layers=layers, attention=attention, mlp=mlp)
 
     changed = {key: index for key, index in places.items() if not np.array_equal(index, np.arange(key[1]))}
-    return Layout(mesh, share(1), share(ways), changed)
+    return Layout(mesh, share(1, 1), share(ways, vocab_ways), changed, deal)
 
 
 def place_heads(num_heads: int, num_kv_heads: int, ways: int) -> tuple[np.ndarray, np.ndarray]:
@@ -185,20 +224,19 @@ def partition_cache(cache: Any) -> Any:
 
 def describe_params(layout: Layout, cfg: ModelConfig, policy: Policy, sizes: Sequence[int]) -> dict[str, Any]:
     """Returns the parameters over a mesh as abstract arrays with their shardings; arguments as for `stacked_shapes`."""
-    return _describe(
-        layout.mesh, stacked_shapes(cfg, policy, sizes, layout.fill), lambda tree: partition_params(tree, cfg)
-    )
+    shapes = stacked_shapes(cfg, policy, sizes, layout.fill, layout.deal)
+    return _describe(layout.mesh, shapes, lambda tree: partition_params(tree, cfg))
 
 
 def describe_cache(
     layout: Layout, policy: Policy, sizes: Sequence[int], num_pages: int, page_size: int
 ) -> KVCache:
     """Returns the cache over a mesh as abstract arrays with their shardings; arguments as for `cache_shapes`."""
-    ways = num_shards("kv_heads", mesh=layout.mesh)
+    ways, every = num_shards("kv_heads", mesh=layout.mesh), [len(layout.deal) * size for size in sizes]
     # A device's own pages side by side: slabs of scales are padded on each.
     shapes = jax.tree.map(
         lambda s: jax.ShapeDtypeStruct((*s.shape[:-1], s.shape[-1] * ways), s.dtype),
-        cache_shapes(layout.local, policy, sizes, num_pages, page_size),
+        cache_shapes(layout.local, policy, every, num_pages, page_size),
     )
     return _describe(layout.mesh, shapes, partition_cache)
 
@@ -217,18 +255,74 @@ def _describe(mesh: Mesh, shapes: Any, cut: Callable[[Any], Any]) -> Any:
     )
 
 
-def stack_shares(layout: Layout, group: Sequence[Any]) -> Any:
-    """Returns layers as one stack, each device stacking its own shares: what is joined there is joined share by share.
+def stack_over_mesh(params: dict[str, Any], sizes: Sequence[int], layout: Layout) -> dict[str, Any]:
+    """Returns parameters in stacks, as `stack_layers` does, each device stacking its own shares of its own layers.
 
     Args:
-      layout: of the mesh. group: layers of one structure, filled up, on the mesh.
+      params: of `param_specs`, filled up, where `Layout.shardings` says; consumed. sizes: layers in each stack.
     """
+    layers = dict(enumerate(params.pop("layers")))
+    stacks, done = [], 0
+    for size in sizes:
+        columns = list(zip(*layout.deal, strict=True))[done : done + size]
+        like = [layers[next(layer for layer in column if layer >= 0)] for column in columns]
+        parts = []
+        for number in layout.own_stages:
+            group = [
+                layers[column[number]] if column[number] >= 0 else _nothing_like(other, layout, number)
+                for column, other in zip(columns, like, strict=True)
+            ]
+            parts.append(_stack_shares(layout, number, group))
+        stacks.append(_join_stages(layout, parts))
+        for layer in (layer for column in columns for layer in column if layer >= 0):
+            del layers[layer]
+        done += size
+    return {**params, "stacks": tuple(stacks)}
+
+
+def _nothing_like(layer: dict[str, Any], layout: Layout, stage: int) -> dict[str, Any]:
+    """Returns a layer of zeros on the devices of a stage, arranged as another layer; norms of ones divide nothing."""
+    mesh = layout.stage(stage)
+    roles = {
+        path: spec.role
+        for path, spec in flatten_specs(layer_specs(layout.whole, LayerKind(moe="moe" in layer)))
+    }
+
+    def make(path: Any, leaf: Any) -> Any:
+        fill = jnp.ones if roles[path_name(path)] == "norm" else jnp.zeros
+
+        def like(part: jax.Array) -> jax.Array:
+            assert isinstance(part.sharding, NamedSharding)
+            return fill(part.shape, part.dtype, device=NamedSharding(mesh, part.sharding.spec))
+
+        return jax.tree.map(like, leaf)
+
+    return jax.tree_util.tree_map_with_path(make, layer, is_leaf=is_quantized)
+
+
+def _stack_shares(layout: Layout, stage: int, group: Sequence[Any]) -> Any:
+    """Returns layers of one structure as one stack on their stage: what is joined there is joined share by share."""
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), list(group))
     inner = {"layers": tuple(shapes)}
     outer = {"stacks": (jax.eval_shape(stack_group, shapes),)}
     cfg = replace(layout.whole, layers=(LayerKind(moe="moe" in group[0]),) * len(group))
     ins, outs = (partition_params(tree, cfg) for tree in (inner, outer))
-    return _stack_over(layout.mesh, _frozen(list(ins["layers"])), _frozen(outs["stacks"][0]))(list(group))
+    return _stack_over(layout.stage(stage), _frozen(list(ins["layers"])), _frozen(outs["stacks"][0]))(
+        list(group)
+    )
+
+
+def _join_stages(layout: Layout, parts: Sequence[Any]) -> Any:
+    """Returns the stages' stacks as one over the whole mesh; nothing is copied."""
+
+    def join(*arrays: jax.Array) -> jax.Array:
+        assert isinstance(arrays[0].sharding, NamedSharding)
+        shape = (len(layout.deal) * arrays[0].shape[0], *arrays[0].shape[1:])
+        spec = PartitionSpec("stage", *arrays[0].sharding.spec[1:])
+        shards = [shard.data for array in arrays for shard in array.addressable_shards]
+        return jax.make_array_from_single_device_arrays(shape, NamedSharding(layout.mesh, spec), shards)
+
+    return parts[0] if len(layout.deal) == 1 else jax.tree.map(join, *parts)
 
 
 @cache
@@ -251,11 +345,13 @@ def describe_layout(layout: Layout, cfg: ModelConfig) -> str:
         ("ffn", cfg.mlp.ffn_dim, whole.mlp.ffn_dim),
         ("expert ffn", cfg.mlp.expert_dim, whole.mlp.expert_dim),
         ("vocabulary", cfg.vocab_size, whole.vocab_size),
+        ("layers", cfg.num_layers, whole.num_layers),
     )
+    runs = ", ".join(str(sum(layer >= 0 for layer in own)) for own in layout.deal)
     filled = ", ".join(f"{name} {had} -> {has}" for name, had, has in pairs if had != has)
     devices = layout.mesh.devices.flat
     return f"mesh {describe_mesh(layout.mesh)}: {layout.mesh.size} x {devices[0].device_kind}" + (
-        f"; filled up: {filled}" if filled else ""
+        f"; layers by stage: {runs}" * (len(layout.deal) > 1) + f"; filled up: {filled}" * bool(filled)
     )
 
 

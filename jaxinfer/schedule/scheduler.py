@@ -106,18 +106,18 @@ class Scheduler:
         self.waiting.remove(request)
         return self._live.pop(request.spec.request_id)
 
-    def schedule(self, now: float = 0.0) -> Plan | None:
+    def schedule(self, now: float = 0.0, num_steps: int | None = None) -> Plan | None:
         """Makes the next plan.
 
         Args:
-          now: seconds on the engine's clock.
+          now: seconds on the engine's clock. num_steps: of decode, None for as many as `choose_num_steps` says.
 
         Returns:
           The plan, which must be run and committed after those before it, or None when nothing can run
           before a commit, or before `next_time`.
         """
         candidates = self._candidates(now)
-        num_steps = self._choose_num_steps(candidates)
+        num_steps = num_steps or self.choose_num_steps(now)
         decode, pieces, sampled = self._plan_running(num_steps)
         admitted = self._admit(candidates, len(decode), pieces, sampled) if num_steps == 1 else []
         if not decode and not pieces:
@@ -212,10 +212,10 @@ class Scheduler:
         )
         return self.policy.order(self.waiting, moment)
 
-    def _choose_num_steps(self, candidates: Sequence[Request]) -> int:
+    def choose_num_steps(self, now: float) -> int:
         """Several tokens a row only when no prefill wants the device, all rows have them left and pages are free."""
         num_steps = self.config.num_decode_steps
-        if num_steps == 1 or (candidates and self._fits(candidates[0], self._spare_pages())):
+        if num_steps == 1 or ((first := self._candidates(now)) and self._fits(first[0], self._spare_pages())):
             return 1
         num_pages = 0
         for request in self.running:

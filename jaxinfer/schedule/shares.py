@@ -32,11 +32,8 @@ class SharedScheduler:
         self, config: SchedulerConfig, pools: Sequence[PagePool], enable_prefix_caching: bool = True
     ):
         num = len(pools)
-        if config.max_num_seqs % num or config.num_decode_steps > 1:
-            raise ValueError(
-                f"{num} shares: got max_num_seqs {config.max_num_seqs} and num_decode_steps "
-                f"{config.num_decode_steps}; the shares must divide the first, and the second must be 1"
-            )
+        if config.max_num_seqs % num:
+            raise ValueError(f"{num} shares: got max_num_seqs {config.max_num_seqs}, which they must divide")
         size = config.max_num_seqs // num
         budget = max(-(-config.max_num_batched_tokens // num), size + 1)
         own = replace(config, max_num_seqs=size, max_num_batched_tokens=budget)
@@ -102,7 +99,8 @@ class SharedScheduler:
     def schedule(self, now: float = 0.0) -> Plan | None:
         """Makes the next plan of all shares; see `Scheduler.schedule`."""
         self._balance()
-        plans = [share.schedule(now) for share in self.shares]
+        num_steps = min(share.choose_num_steps(now) for share in self.shares)  # they run in one call
+        plans = [share.schedule(now, num_steps) for share in self.shares]
         made = [plan for plan in plans if plan is not None]
         if not made:
             return None
@@ -113,7 +111,7 @@ class SharedScheduler:
             tuple(chain.from_iterable(plan.admitted for plan in made)),
             tuple(chain.from_iterable(plan.decode for plan in made)),
             tuple(chain.from_iterable(plan.prefill for plan in made)),
-            1,
+            num_steps,
             self._page_table,
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxinfer.arrays.sharding import gather_shards, num_shards, partition, put_shards, spans_hosts
 from jaxinfer.model.cache import copy_widths, read_pages, replace_pages
 from jaxinfer.model.decoder import Static
+from jaxinfer.model.stages import Flow, plan_flow
 from jaxinfer.schedule.sampling_params import DRAWS
 from jaxinfer.steps.embed import embed_prompt
 from jaxinfer.steps.keep import ExecutableStore, devices_of, key_of
@@ -42,8 +43,9 @@ Say = Callable[[str], None]
 COPY_PAGES = 16  # pages that one copy between device and host moves
 EXTRAS = ("recall", "copies")
 _ROWS = partition(("rows",))
-_CONTENT = partition((None, "kv_heads"))
-_AHEAD = Ahead(partition(("rows", "vocab")), _ROWS, _ROWS)  # type: ignore[arg-type]
+_CONTENT = partition((None, "page_content"))
+# The last stage has the stream: each stage gives back its own, side by side.
+_AHEAD = Ahead(partition(("rows", "vocab")), _ROWS, partition(("rows", "layers")))  # type: ignore[arg-type]
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -140,6 +142,8 @@ class StepTable:
           say: is told of each finished executable.
           extras: of `EXTRAS`: ``recall`` where prefixes are found again, ``copies`` where pages move to the host.
         """
+        shapes = list(shapes)
+        flows = {str(shape): f"; {self.flow(shape)}" for shape in shapes if self.num_stages > 1}
         every = self.lowerings(shapes, draws, extras)
         wanted = {name: make for name, make in every.items() if name not in self.executables}
         places = [device.id for device in self._devices or ()]
@@ -151,7 +155,7 @@ class StepTable:
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             for name, done in pool.map(build, wanted):
                 self.executables[name] = done
-                say(f"{name}: {done}")
+                say(f"{name}: {done}{flows.get(name, '')}")
         if self._store:
             self._store.trim()
 
@@ -159,7 +163,7 @@ class StepTable:
         self, shapes: Iterable[Shape], draws: Collection[str] = DRAWS, extras: Collection[str] = ()
     ) -> dict[str, Callable[[], jax.stages.Lowered]]:
         """Returns how each executable that `compile` would make is lowered, by name; arguments as there."""
-        return self._wanted(shapes, draws) | self._wanted_extras(extras)
+        return self._wanted(list(shapes), draws) | self._wanted_extras(extras)
 
     def _load_or_compile(self, key: str, lower: Callable[[], Any]) -> Compiled:
         began = time.perf_counter()
@@ -176,6 +180,16 @@ class StepTable:
     def num_shares(self) -> int:
         """How many shares of rows and pages there are, 1 without a mesh."""
         return 1 if self._mesh is None else num_shards("rows", mesh=self._mesh)
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages a pipeline has, 1 without a mesh."""
+        return 1 if self._mesh is None else num_shards("layers", mesh=self._mesh)
+
+    def flow(self, shape: Shape) -> Flow:
+        """Returns how a forward step's rows flow through the stages."""
+        blocks = [(rows // self.num_shares, T) for rows, T in ((shape.decode, 1), shape.prefill) if rows]
+        return plan_flow(self.num_stages, blocks, shape.num_steps)
 
     def put(self, tree: Any, *axes: str | None) -> Any:
         """Brings host arrays to the devices that the executables run on: whole, or cut along the axes named."""
@@ -228,9 +242,8 @@ class StepTable:
             )
         return self.executables[name].call
 
-    def _wanted(self, shapes: Iterable[Shape], draws: Collection[str]) -> dict[str, Callable[[], Any]]:
+    def _wanted(self, shapes: Sequence[Shape], draws: Collection[str]) -> dict[str, Callable[[], Any]]:
         """Returns how each executable is lowered, the slowest first."""
-        shapes = list(shapes)
         single = [shape for shape in shapes if shape.num_steps == 1]
         counts = sorted({count for shape in single for count in shape.draws(self.num_shares)})
         wanted: dict[str, Callable[[], Any]] = {str(shape): partial(self.lower, shape) for shape in shapes}
@@ -262,7 +275,7 @@ class StepTable:
     def _lower_replace(self) -> Any:
         cache = self._state[1]
         content = tuple(
-            jax.ShapeDtypeStruct((COPY_PAGES, width), dtype, sharding=self._over(None, "kv_heads"))
+            jax.ShapeDtypeStruct((COPY_PAGES, width), dtype, sharding=self._over(None, "page_content"))
             for width, dtype in copy_widths(cache)
         )
         return self._lower(
@@ -325,11 +338,12 @@ class StepTable:
         return jax.tree.map(lambda x: gather_shards(x, "rows", 0), found) if self._spans else found
 
     def _stream(self, shape: Shape) -> jax.ShapeDtypeStruct:
-        """``[b, T, D]``: the normed stream of the prefill rows."""
+        """``[b, S * T, D]``: the normed stream of the prefill rows, as each stage has it."""
+        b, T = shape.prefill
         return jax.ShapeDtypeStruct(
-            (*shape.prefill, self.static.cfg.d_model),
+            (b, self.num_stages * T, self.static.cfg.d_model),
             self.static.policy.compute_dtype,
-            sharding=self._over("rows"),
+            sharding=self._over("rows", "layers"),
         )
 
     def _lower_install(self) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.arrays.sharding import from_last
 from jaxinfer.steps.steps import PrefillRows
 
 
@@ -14,7 +15,7 @@ def embed_prompt(x: jax.Array, rows: PrefillRows) -> jax.Array:
     A sum and not a mean, for a prompt may come in several chunks.
 
     Args:
-      x: ``[b, T, D]`` of `Ahead`, the normed stream. rows: the chunks that it came from.
+      x: ``[b, T, D]`` of `Ahead`, the normed stream, which the last stage has. rows: the chunks that it came from.
 
     Returns:
       ``[b, 2, D]`` float32: last, sum. The sum of a padding row is zero, and its last vector means nothing.
@@ -24,4 +25,5 @@ def embed_prompt(x: jax.Array, rows: PrefillRows) -> jax.Array:
     live = jnp.arange(x.shape[1]) < length[:, None]
     last = jnp.take_along_axis(x, jnp.maximum(length - 1, 0)[:, None, None], axis=1)[:, 0]
     # Chosen, not multiplied by 0: what stands at a padded position may be NaN.
-    return jnp.stack([last, jnp.where(live[:, :, None], x, 0).sum(1)], 1)
+    both = jnp.stack([last, jnp.where(live[:, :, None], x, 0).sum(1)], 1)
+    return from_last(both, "layers")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from jaxinfer.arrays.precision import Policy
@@ -11,7 +10,7 @@ from jaxinfer.arrays.sharding import num_shards
 from jaxinfer.config import ModelConfig
 from jaxinfer.model.cache import KVCache, init_cache
 from jaxinfer.model.decoder import stack_layers, stacked_shapes
-from jaxinfer.model.layout import Layout, describe_params, make_cache, stack_shares
+from jaxinfer.model.layout import Layout, describe_params, make_cache, stack_over_mesh
 from jaxinfer.steps.slots import SlotCaps, Slots, init_slots
 
 
@@ -58,4 +57,4 @@ def stack_params(
     params: dict[str, Any], sizes: Sequence[int], layout: Layout | None = None
 ) -> dict[str, Any]:
     """Returns parameters in stacks, each device stacking its own shares; see `stack_layers`."""
-    return stack_layers(params, sizes, None if layout is None else partial(stack_shares, layout))
+    return stack_layers(params, sizes) if layout is None else stack_over_mesh(params, sizes, layout)

@@ -26,8 +26,13 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxinfer.arrays.sharding import num_shards, pass_on, shard_index
 from jaxinfer.model.cache import KVCache, init_cache
-from jaxinfer.model.decoder import Block, Static, forward, unembed
+from jaxinfer.model.decoder import Block, Static, embed, forward, unembed
+from jaxinfer.model.layers import norm
+from jaxinfer.model.pipeline import cut_rows, join_rows, pick_group
+from jaxinfer.model.stacks import run_layers
+from jaxinfer.model.stages import plan_flow
 from jaxinfer.steps.sampling import Sampled, TokenLogprobs, greedy, sample, token_logprobs
 from jaxinfer.steps.slots import Slots, gather_rows, own_slots, write_tokens
 
@@ -215,6 +220,9 @@ def decode_steps(
       ``[n, B]`` draws, the cache and the slots.
     """
 
+    if num_shards("layers") > 1:
+        return _decode_in_flow(params, cache, slots, decode_rows, static, width, num_steps)
+
     def body(carry, i):
         cache, slots = carry
         moved = DecodeRows(decode_rows.packed.at[:, 1].add(i * decode_rows.packed[:, 2]))
@@ -224,6 +232,59 @@ def decode_steps(
 
     (cache, slots), drawn = jax.lax.scan(body, (cache, slots), jnp.arange(num_steps, dtype=jnp.int32))
     return drawn, cache, slots
+
+
+def _decode_in_flow(
+    params: dict[str, Any],
+    cache: KVCache,
+    slots: Slots,
+    decode_rows: DecodeRows,
+    static: Static,
+    width: int,
+    num_steps: int,
+) -> tuple[Sampled, KVCache, Slots]:
+    """`decode_steps` over stages: groups of rows follow each other, step upon step, without a gap.
+
+    At each tick all stages together embed the group that enters and draw for the one that leaves, whose token is in its
+    history when it enters again.
+    """
+    num_rows = len(decode_rows.packed)
+    flow = plan_flow(num_shards("layers"), [(num_rows, 1)], num_steps)
+    packed = cut_rows(decode_rows.packed, flow.num_groups)
+    stage, last = shard_index("layers"), flow.num_stages - 1
+
+    def block_at(slots: Slots, tick: jax.Array, stage: jax.Array | int) -> tuple[Block, jax.Array]:
+        step, group, is_busy = flow.work(tick, stage)
+        rows = pick_group(packed, group)
+        rows = rows.at[:, 1].add(step * rows[:, 2]).at[:, 2].multiply(is_busy.astype(jnp.int32))
+        return _decode_block(DecodeRows(rows), slots, width)
+
+    def body(carry: tuple[jax.Array, KVCache, Slots], tick: jax.Array):
+        coming, cache, slots = carry
+        entering, _ = block_at(slots, tick, 0)
+        x = embed(params, static, entering.tokens[:, 0], entering.start)
+        own, _ = block_at(slots, tick, stage)
+        x, cache = run_layers(jnp.where(stage == 0, x, coming), params["stacks"], cache, [own], static)
+        block, slot = block_at(slots, tick, last)
+        leaving = norm(x, params["final_norm"], static.cfg.norm)
+        logits = unembed(params, static, _at_least(leaving, MIN_DRAWS))
+        sampled, slots = draw(slots, logits, _draw_rows(block, slot, block.length > 0))
+        sampled = jax.tree.map(lambda leaf: leaf[: len(x)], sampled)
+        return (pass_on(x, "layers"), cache, slots), sampled
+
+    nothing = jnp.zeros((packed.shape[1], static.cfg.d_model), static.policy.compute_dtype)
+    ticks = jnp.arange(flow.num_ticks, dtype=jnp.int32)
+    (_, cache, slots), drawn = jax.lax.scan(body, (nothing, cache, slots), ticks)
+
+    def by_step(leaf: jax.Array) -> jax.Array:
+        leaf = leaf[last:]  # from the tick when the first group leaves
+        leaf = jnp.pad(leaf, [(0, -len(leaf) % flow.period)] + [(0, 0)] * (leaf.ndim - 1))
+        groups = leaf.reshape(num_steps, flow.period, *leaf.shape[1:])[:, : flow.num_groups]
+        rows = jax.vmap(lambda own: join_rows(own, num_rows))(groups)
+        spare = max(0, MIN_DRAWS - num_rows)
+        return jnp.pad(rows, [(0, 0), (0, spare)] + [(0, 0)] * (rows.ndim - 2))
+
+    return jax.tree.map(by_step, drawn), cache, slots
 
 
 def score_prompt(

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer.arrays.precision import Policy
-from jaxinfer.arrays.sharding import shardings
 from jaxinfer.config import GenerationDefaults, ModelConfig
 from jaxinfer.model.decoder import param_specs
 from jaxinfer.model.layout import Layout
@@ -82,7 +81,7 @@ def _open_stored(name: str, path: Path) -> Model:
     def load(policy: Policy, layout: Layout | None, progress: Progress | None) -> Any:
         if layout is None:
             return store.restore(path, specs, policy=policy)
-        where = shardings(specs, layout.mesh)
+        where = layout.shardings(specs)
         return store.restore(path, specs, policy=policy, shardings=where, layout=layout)
 
     def settle_stored(policy: Policy) -> tuple[Policy, tuple[str, ...]]:
@@ -109,7 +108,7 @@ def _doors(source: TensorSource, cfg: ModelConfig) -> tuple[Settle, Load]:
             recipes,
             policy=policy,
             ignorable=family.ignorable(source.kind),
-            shardings=shardings(specs, layout.mesh) if layout else None,
+            shardings=layout.shardings(specs) if layout else None,
             layout=layout,
             progress=progress,
         )

@@ -54,9 +54,13 @@ def open_house(scheduler: SharedScheduler, lag: int = 1) -> House:
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("num_shares", [1, 2, 4])
 @pytest.mark.parametrize("prefix_caching", [False, True])
-def test_random_traffic_ends_with_the_right_tokens(num_shares: int, lag: int, prefix_caching: bool):
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_random_traffic_ends_with_the_right_tokens(
+    num_shares: int, lag: int, prefix_caching: bool, num_steps: int
+):
     rng = random.Random(num_shares + 10 * lag)
-    scheduler = make(num_shares, 12, prefix_caching, max_num_seqs=8, max_num_batched_tokens=64)
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_decode_steps": num_steps}
+    scheduler = make(num_shares, 12, prefix_caching, **limits)
     house = open_house(scheduler, lag)
     stem = tuple(rng.randrange(1, 9) for _ in range(9))
     for number in range(40):
@@ -116,5 +120,15 @@ def test_who_waits_moves_to_a_share_with_a_free_slot():
 def test_shares_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="3 shares: got max_num_seqs 4"):
         make(3)
-    with pytest.raises(ValueError, match="num_decode_steps 2"):
-        make(2, num_decode_steps=2)
+
+
+def test_shares_decode_several_tokens_together_when_all_of_them_can():
+    scheduler = make(2, num_decode_steps=4)
+    house = open_house(scheduler)
+    requests = [scheduler.add(spec(f"r{number}", num_new=9)) for number in range(2)]
+    while scheduler.has_work:
+        house.step()
+    steps = [plan.num_decode_steps for plan in house.plans]
+    assert steps[:3] == [1, 4, 4]  # the prompts, then eight tokens of both
+    assert {len(plan.decode) for plan in house.plans[1:3]} == {2}
+    assert [list(r.output) for r in requests] == [expected(r) for r in requests]

@@ -50,9 +50,11 @@ def make_params(i: int, greedy: bool) -> SamplingParams:
     )
 
 
-def generate(folder: Path, case: str, mesh: str, num_pages: int, greedy: bool) -> tuple[list[list[int]], LLM]:
+def generate(
+    folder: Path, mesh: str, num_pages: int, greedy: bool, **settings: Any
+) -> tuple[list[list[int]], LLM]:
     draws: dict[str, Any] = {"draws": ["greedy"]} if greedy else {}
-    llm = LLM(str(folder), mesh=mesh, kv_memory=f"{num_pages} pages", **(SETTINGS | draws))
+    llm = LLM(str(folder), mesh=mesh, kv_memory=f"{num_pages} pages", **(SETTINGS | draws | settings))
     outputs = llm.generate(make_prompts(), [make_params(i, greedy) for i in range(NUM_PROMPTS)])
     assert isinstance(llm.engine.runner, DeviceRunner)
     assert llm.engine.runner.compilations == []
@@ -60,16 +62,25 @@ def generate(folder: Path, case: str, mesh: str, num_pages: int, greedy: bool) -
     return [list(output.outputs[0].token_ids) for output in outputs], llm
 
 
+SWAP = {"host_cache_bytes": "4MiB", "preemption_mode": "swap", "num_decode_steps": 4}
+
+
 @pytest.mark.parametrize(
-    ("case", "mesh", "num_shares", "greedy"),
-    [("llama", "tensor=2,data=2", 2, False), ("qwen3_moe", "tensor=2,expert=2", 2, True)],
+    ("case", "mesh", "num_shares", "policy", "settings"),
+    [
+        ("llama", "data=2,tensor=2,stage=2", 2, "float32", {"draws": ["sample"]}),
+        ("qwen3_moe", "tensor=2,stage=2,expert=2", 2, "float32", {"num_decode_steps": 4}),
+        ("gemma3", "tensor=2,stage=2", 1, "float32,kv=int8", SWAP),
+    ],
 )
-def test_tokens_are_those_of_one_device(tmp_path: Path, case: str, mesh: str, num_shares: int, greedy: bool):
-    folder = write_toy(tmp_path / case, case)
-    wanted, _ = generate(folder, case, "", 24, greedy)
-    got, llm = generate(folder, case, mesh, 20 // num_shares, greedy)
+def test_tokens_are_those_of_one_device(
+    tmp_path: Path, case: str, mesh: str, num_shares: int, policy: str, settings: dict[str, Any]
+):
+    folder, greedy = write_toy(tmp_path / case, case), "draws" not in settings
+    wanted, _ = generate(folder, "", 24, greedy, policy=policy)
+    got, llm = generate(folder, mesh, 20 // num_shares, greedy, policy=policy, **settings)
     assert got == wanted
-    assert llm.engine.scheduler.num_preemptions
+    assert set(llm.engine.scheduler.preemptions) == {settings.get("preemption_mode", "recompute")}
     assert llm.engine.scheduler.prefix.counts.hits
 
 
@@ -77,10 +88,9 @@ def test_tokens_are_those_of_one_device(tmp_path: Path, case: str, mesh: str, nu
     ("mesh", "settings", "says"),
     [
         ("tensor=16", {}, "takes 16 devices, there are 8"),
-        ("tensor=2,stage=2", {}, "pipelines are not built"),
+        ("stage=4", {}, "4 stages, and the model has 2 layers"),
         ("expert=2", {}, "the model has no experts"),
         ("data=3", {}, "max_num_seqs: got 8 with mesh 'data=3'"),
-        ("data=2", {"num_decode_steps": 4}, "num_decode_steps: got 4"),
         ("data=2", {"host_cache_bytes": "1MiB"}, "host_cache_bytes: got '1MiB'"),
         ("data=8", {}, "prefill_buckets: got"),
     ],
