@@ -61,20 +61,25 @@ def moe(x: jax.Array, p: Params, cfg: MlpConfig, policy: Policy, live: jax.Array
     if num > 1 and (bucket := choose_bucket(len(x), k, num)):
         return sum_shards(_exchange(x, experts, weights, bucket, p, cfg, policy).astype(x.dtype), "ffn")
     x, experts, weights = (gather_shards(part, "experts", dim=0) for part in (x, experts, weights))
-    bucket = -(-len(x) * k * SLACK // (2 * num)) if num > 1 else len(x) * k
+    bucket = _fair_share(len(x) * k, num) if num > 1 else len(x) * k
     out = _visit(x, experts - shard_index("experts") * p["gate"].shape[0], weights, bucket, p, cfg, policy)
     return scatter_sum(sum_shards(out.astype(x.dtype), "ffn"), "experts", dim=0)
 
 
-def choose_bucket(num_tokens: int, experts_per_token: int, num_shards: int) -> int:
+def choose_bucket(num_tokens: int, experts_per_token: int, num_devices: int) -> int:
     """Returns how many rows a device sends to each other one at a time, 0 to bring all tokens to all devices.
 
     Sending a token to its experts and back moves ``experts_per_token`` rows each way, bringing it to all devices
-    ``num_shards``. Sending pays where two rounds of buckets move no more, and where there are tokens enough that the
+    ``num_devices``. Sending pays where two rounds of buckets move no more, and where there are tokens enough that the
     buckets are not mostly padding.
     """
-    bucket = -(-num_tokens * experts_per_token * SLACK // (2 * num_shards))
+    bucket = _fair_share(num_tokens * experts_per_token, num_devices)
     return bucket if num_tokens >= FEW_TOKENS and 2 * bucket <= num_tokens else 0
+
+
+def _fair_share(num_visits: int, num_devices: int) -> int:
+    """Returns a device's share of visits to experts, with some to spare."""
+    return -(-num_visits * SLACK // (2 * num_devices))
 
 
 def _visit(
