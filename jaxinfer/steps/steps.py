@@ -219,7 +219,6 @@ def decode_steps(
     Returns:
       ``[n, B]`` draws, the cache and the slots.
     """
-
     if num_shards("layers") > 1:
         return _decode_in_flow(params, cache, slots, decode_rows, static, width, num_steps)
 
@@ -266,6 +265,7 @@ def _decode_in_flow(
         own, _ = block_at(slots, tick, stage)
         x, cache = run_layers(jnp.where(stage == 0, x, coming), params["stacks"], cache, [own], static)
         block, slot = block_at(slots, tick, last)
+        slot = jnp.where(block.length > 0, slot, -1)  # who idles asks for nothing
         leaving = norm(x, params["final_norm"], static.cfg.norm)
         logits = unembed(params, static, _at_least(leaving, MIN_DRAWS))
         sampled, slots = draw(slots, logits, _draw_rows(block, slot, block.length > 0))
