@@ -276,14 +276,13 @@ def prepare(config: RunConfig, model: Model, say: Say) -> Prepared:
     for note in (*fitted, *notes, tell_weights(specs, policy), *warn_of_widening(policy)):
         say(note)
     layout, num_shares = lay_over_mesh(config, cfg, policy, say)
-    own = take_share(config, num_shares)
+    share, own = (layout.local if layout else cfg), take_share(config, num_shares)
     num_pages, max_len = plan_memory(own, layout.share if layout else cfg, policy, say)
     buckets = choose_buckets(own, max_len).times(num_shares)
-    share = layout.local if layout else cfg
     chosen, attention = pick_kernels(config, share, policy, layout.mesh.size if layout else 1, say)
     static = Static(share, chosen, attention, max_len)
-    deal = layout.deal if layout else ()
-    sizes = stack_sizes(cfg, config.stack_size or default_stack_size(cfg), policy, deal)
+    size = config.stack_size or default_stack_size(cfg)
+    sizes = stack_sizes(cfg, size, policy, layout.deal if layout else ())
     if hosts := current_hosts():
         hosts.require_same(policy=str(policy), pages=str(num_pages), steps=repr((static, sizes, buckets)))
     rows = config.max_num_seqs, max_len
@@ -322,6 +321,11 @@ def lay_over_mesh(config: RunConfig, cfg: ModelConfig, policy: Policy, say: Say)
         )
     if mesh is None:
         return None, 1
+    if spans_hosts(mesh) and mesh.shape["stage"] > 1:
+        raise ValueError(
+            f"mesh: got {config.mesh!r} with {jax.process_count()} processes: stages over several hosts are not built; "
+            "leave stage out, take tensor or data"
+        )
     num = num_shards("rows", mesh=mesh)
     wrong = {
         "max_num_seqs": config.max_num_seqs % num > 0,
