@@ -30,7 +30,8 @@ from jaxinfer.model.cache import cache_shapes
 from jaxinfer.model.decoder import Static, param_specs, stack_sizes, stacked_shapes
 from jaxinfer.model.layout import describe_cache, describe_params, lay_out
 from jaxinfer.run_config import RunConfig
-from jaxinfer.steps.compiled import Compiled, Shape, StepTable
+from jaxinfer.steps.compiled import Compiled, StepTable
+from jaxinfer.steps.shape import Shape
 from jaxinfer.steps.slots import init_slots
 
 SERVED = ("greedy", "sample")  # draws of a serving run that neither scores prompts nor pools them

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.schedule.plan import DecodeRow, Plan, PrefillPiece
-from jaxinfer.steps.compiled import Shape
+from jaxinfer.steps.shape import Shape
 from jaxinfer.steps.steps import DecodeRows, PrefillRows
 
 CALL_TOKENS = 16  # what a call costs beside its tokens, in tokens: it reads all weights

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.steps.compiled import Shape, StepTable
+from jaxinfer.steps.compiled import StepTable
+from jaxinfer.steps.shape import Shape
 from jaxinfer.steps.slots import Slots
 from jaxinfer.steps.steps import Ahead, DecodeRows, PrefillRows
 

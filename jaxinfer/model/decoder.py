@@ -270,8 +270,8 @@ def forward(
     spans = [b.start[:, None] + jnp.arange(b.tokens.shape[1], dtype=jnp.int32) for b in blocks]
     positions = jnp.concatenate([s.reshape(-1) for s in spans])
     x = embed(params, static, jnp.concatenate([b.tokens.reshape(-1) for b in blocks]), positions)
-    keep = [] if keep is None else keep
-    keep.append(x)
+    if keep is not None:
+        keep.append(x)
 
     def run(x: jax.Array, cache: KVCache, blocks: Sequence[Block]) -> tuple[jax.Array, KVCache]:
         return run_layers(x, params["stacks"], cache, blocks, static, keep)

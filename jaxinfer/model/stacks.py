@@ -67,14 +67,14 @@ def run_layers(
     cache: KVCache,
     blocks: Sequence[Block],
     static: Static,
-    keep: list[jax.Array],
+    keep: list[jax.Array] | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Runs the layers that this device has over a stream, writing its keys and values into the cache.
 
     Args:
       x: ``[M, D]``, block after block, rows of a block in order. stacks: of `stack_layers`. cache: pages, consumed.
       blocks: rows, whose tokens are not read here. static: what the step is compiled for.
-      keep: is given the stream as each stack leaves it.
+      keep: is given the stream as each stack leaves it; None for nothing.
 
     Returns:
       The stream ``[M, D]``, not normed, and the cache.
@@ -94,7 +94,8 @@ def run_layers(
         kinds = [cfg.layers[first + done :][:size] for first in range(0, cfg.num_layers, each)]
         x, pages = _run_stack(x, stack, pages, kinds, blocks, tables, static)
         new_cache.append(pages)
-        keep.append(x)
+        if keep is not None:
+            keep.append(x)
         done += size
     return x, tuple(new_cache)
 

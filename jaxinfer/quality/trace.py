@@ -20,7 +20,8 @@ from jaxinfer.kernels.matmul.api import choose_matmul
 from jaxinfer.model.cache import init_cache
 from jaxinfer.model.decoder import Block, Static, forward, stack_sizes, unembed
 from jaxinfer.model.layout import Layout, lay_out, make_cache, partition_cache, partition_params
-from jaxinfer.steps.compiled import Shape, StepTable
+from jaxinfer.steps.compiled import StepTable
+from jaxinfer.steps.shape import Shape
 from jaxinfer.steps.state import make_state, stack_params
 from jaxinfer.steps.steps import DecodeRows, PrefillRows
 

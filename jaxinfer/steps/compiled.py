@@ -26,9 +26,9 @@ from jaxinfer.model.stages import Flow, plan_flow
 from jaxinfer.schedule.sampling_params import DRAWS
 from jaxinfer.steps.embed import embed_prompt
 from jaxinfer.steps.keep import ExecutableStore, devices_of, key_of
+from jaxinfer.steps.shape import Shape
 from jaxinfer.steps.slots import install_row, recall_history
 from jaxinfer.steps.steps import (
-    MIN_DRAWS,
     Ahead,
     DecodeRows,
     PrefillRows,
@@ -47,38 +47,6 @@ _CONTENT = partition((None, "page_content"))
 # The last stage has the stream: each stage gives back its own, side by side.
 _AHEAD = Ahead(partition(("rows", "vocab")), _ROWS, partition(("rows", "layers")))  # type: ignore[arg-type]
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-
-
-@dataclass(frozen=True, order=True)
-class Shape:
-    """The shape of one forward executable.
-
-    Attributes:
-      decode: B decode rows, 0 for none.
-      prefill: ``(b, T)`` prefill rows and tokens a row, ``(0, 0)`` for none.
-      width: W, page ids a row, which bounds the context.
-      num_steps: decode steps, draws included, without return to the host (1 with prefill rows).
-    """
-
-    decode: int
-    prefill: tuple[int, int]
-    width: int
-    num_steps: int = 1
-
-    def draws(self, num_shares: int = 1) -> tuple[int, ...]:
-        """Returns how many rows of logits each block leaves behind, decode rows first.
-
-        Args:
-          num_shares: into which a mesh cuts the rows, which they divide.
-        """
-        rows = (count for count in (self.decode, self.prefill[0]) if count)
-        return tuple(num_shares * max(MIN_DRAWS, count // num_shares) for count in rows)
-
-    def __str__(self) -> str:
-        parts = [f"decode {self.decode}"] if self.decode else []
-        parts += ["prefill {}x{}".format(*self.prefill)] if self.prefill[0] else []
-        steps = f" x{self.num_steps} steps" if self.num_steps > 1 else ""
-        return f"{' + '.join(parts)} over {self.width} pages{steps}"
 
 
 @dataclass(frozen=True)

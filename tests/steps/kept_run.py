@@ -13,8 +13,9 @@ from jaxinfer.arrays.specs import map_specs
 from jaxinfer.config import AttentionConfig, LayerKind, MlpConfig, ModelConfig, RopeConfig
 from jaxinfer.model.cache import init_cache
 from jaxinfer.model.decoder import Static, param_specs, stack_layers, stack_sizes
-from jaxinfer.steps.compiled import Shape, StepTable
+from jaxinfer.steps.compiled import StepTable
 from jaxinfer.steps.keep import ExecutableStore
+from jaxinfer.steps.shape import Shape
 from jaxinfer.steps.slots import init_slots
 from jaxinfer.steps.steps import PrefillRows
 

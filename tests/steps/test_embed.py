@@ -10,8 +10,9 @@ import pytest
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.model.cache import init_cache
 from jaxinfer.model.decoder import Static, stack_sizes, stacked_shapes
-from jaxinfer.steps.compiled import Compiled, Shape, StepTable
+from jaxinfer.steps.compiled import Compiled, StepTable
 from jaxinfer.steps.embed import embed_prompt
+from jaxinfer.steps.shape import Shape
 from jaxinfer.steps.slots import SlotCaps, init_slots
 from jaxinfer.steps.steps import PrefillRows
 from tests.steps.test_steps import LLAMA

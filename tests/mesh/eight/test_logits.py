@@ -21,7 +21,8 @@ from jaxinfer.config import AttentionConfig, LayerKind, MlpConfig, ModelConfig, 
 from jaxinfer.model import moe
 from jaxinfer.model.decoder import Static, param_specs, stack_sizes
 from jaxinfer.model.layout import Layout, lay_out
-from jaxinfer.steps.compiled import Shape, StepTable
+from jaxinfer.steps.compiled import StepTable
+from jaxinfer.steps.shape import Shape
 from jaxinfer.steps.state import make_state, stack_params
 from jaxinfer.steps.steps import PrefillRows
 from jaxinfer.weights.load import fit_sharding

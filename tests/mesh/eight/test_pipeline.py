@@ -16,7 +16,8 @@ from jaxinfer.model import decoder
 from jaxinfer.model.decoder import Static, stack_sizes
 from jaxinfer.model.layout import lay_out
 from jaxinfer.steps import steps
-from jaxinfer.steps.compiled import Shape, StepTable
+from jaxinfer.steps.compiled import StepTable
+from jaxinfer.steps.shape import Shape
 from jaxinfer.steps.state import make_state, stack_params
 from jaxinfer.steps.steps import DecodeRows, PrefillRows
 from tests.mesh.eight.test_logits import llama, make_params
