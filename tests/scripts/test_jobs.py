@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,17 @@ def test_manifests_name_what_there_is(path: Path):
     ).stdout
     for name in named:
         assert f"--{name} " in helped
+
+
+def test_a_service_finds_the_leader():
+    group, service = documents(ROOT / "configs" / "gke_lws.yaml")
+    assert service["spec"]["selector"]["leaderworkerset.sigs.k8s.io/name"] == group["metadata"]["name"]
+    (container,) = pods(group)[0]["containers"]
+    ports = [port["containerPort"] for port in container["ports"]]
+    (config,) = [flag.split("=")[1] for flag in container["args"] if flag.startswith("--config")]
+    port = tomllib.loads((ROOT / config.removeprefix("/")).read_text())["server"]["port"]
+    assert port in ports
+    assert service["spec"]["ports"][0]["targetPort"] == port
 
 
 @pytest.mark.parametrize("wrong", [{"image": 3}, {"imagee": "x"}])
