@@ -23,7 +23,7 @@ class RunConfig:
       page_size: Z, tokens a KV page.
       kv_memory: what the cache may take: ``512MiB``, ``25%`` of the device, ``1000 pages``, or ``auto``.
       mixed_prefill_tokens: tokens of prompts in a step that decodes too, which bounds how long a prompt holds up the
-        streams; 0 for no limit but the step's, None chooses by backend.
+        streams; half of them where no others wait; 0 for no limit but the step's, None chooses by backend.
       num_decode_steps: decode steps without return to the host, taken when nothing waits for prefill.
       scheduling_policy: ``priority`` (lower first, then first come), ``fcfs``, ``lpm`` (longest cached prefix first) or
         ``ferry`` (a batch leaves every ``window_ms``, or when it is full, and runs to its end).

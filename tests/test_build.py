@@ -106,11 +106,11 @@ def test_one_row_may_take_a_token_a_step():
 @pytest.mark.parametrize(
     ("given", "most", "mixing"),
     [
-        ({}, 32, ((1, 32), (2, 16))),
+        ({}, 64, ((1, 32), (1, 64), (2, 32))),
         ({"mixed_prefill_tokens": 1}, 1, ((1, 1),)),
-        ({"mixed_prefill_tokens": 9999}, 512, ((1, 512), (2, 256))),
+        ({"mixed_prefill_tokens": 9999}, 512, ((1, 256), (1, 512), (2, 256))),
         ({"mixed_prefill_tokens": 0}, None, ((1, 64), (1, 512), (8, 64))),
-        ({"prefill_buckets": ((4, 128),)}, None, ((4, 128),)),  # pieces of 32 would be computed as 512 tokens
+        ({"prefill_buckets": ((4, 128),)}, None, ((4, 128),)),  # pieces of 64 would be computed as 512 tokens
         ({"prefill_buckets": ((4, 128),), "mixed_prefill_tokens": 128}, 128, ((4, 128),)),
     ],
 )

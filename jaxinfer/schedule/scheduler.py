@@ -258,8 +258,8 @@ class Scheduler:
             return 0
         planned = sum(len(piece.tokens) for piece in pieces)
         budget = self.config.max_num_batched_tokens - num_decode - planned
-        if num_decode and self.config.mixed_prefill_tokens is not None:
-            budget = min(budget, self.config.mixed_prefill_tokens - planned)
+        if num_decode:
+            budget = min(budget, self.config.mixed_tokens(len(self.waiting) > 1) - planned)
         return budget
 
     def _admit(

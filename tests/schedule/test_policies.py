@@ -91,7 +91,7 @@ def test_a_priority_is_refused_where_it_would_be_ignored(policy: str):
 
 
 def test_prompts_do_not_stall_streams():
-    house = House(make(max_num_batched_tokens=40, mixed_prefill_tokens=6))
+    house = House(make(max_num_batched_tokens=40, mixed_prefill_tokens=12))
     house.scheduler.add(spec("stream", num_new=30))
     house.step()
     house.scheduler.add(spec("long", num_prompt=40))
@@ -100,3 +100,18 @@ def test_prompts_do_not_stall_streams():
     assert cuts[:9] == [(0, [3]), *[(1, [6])] * 6, (1, [4]), (2, [])]
     steps = [i for i, plan in enumerate(house.plans) for row in plan.decode if row.request_id == "stream"]
     assert all(late - soon == 1 for soon, late in pairwise(steps)), "the stream decodes in every step"
+
+
+def test_a_prompt_takes_more_of_a_step_where_others_wait():
+    house = House(make(max_num_seqs=2, max_num_batched_tokens=40, mixed_prefill_tokens=12))
+    house.scheduler.add(spec("stream", num_new=60))
+    house.step()
+    for name in ("long", "next", "last"):
+        house.scheduler.add(spec(name, num_prompt=36, num_new=1))
+    house.run()
+    taken: dict[str, list[int]] = {}
+    for plan in house.plans:
+        for piece in plan.prefill:
+            taken.setdefault(piece.request_id, []).append(len(piece.tokens))
+    assert taken["long"] == [12] * 3
+    assert taken["last"] == [6] * 6
