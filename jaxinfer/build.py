@@ -27,6 +27,7 @@ from jaxinfer.engine.runner import DeviceRunner
 from jaxinfer.hardware import describe_device, has_native_bfloat16
 from jaxinfer.kernels.attention.api import choose_attention
 from jaxinfer.kernels.matmul.api import choose_matmul
+from jaxinfer.kernels.native.machine import keep_code
 from jaxinfer.model.cache import copy_widths, describe_pages, page_bytes
 from jaxinfer.model.decoder import Static, param_specs, stack_sizes
 from jaxinfer.model.layout import Layout, describe_layout, lay_out
@@ -280,6 +281,8 @@ def prepare(config: RunConfig, model: Model, say: Say) -> Prepared:
     share, own = (layout.local if layout else cfg), take_share(config, num_shares)
     num_pages, max_len = plan_memory(own, layout.share if layout else cfg, policy, say)
     buckets = choose_buckets(own, max_len).times(num_shares)
+    store = open_store(config.compile_cache, say)
+    keep_code(store)
     chosen, attention = pick_kernels(config, share, policy, layout.mesh.size if layout else 1, say)
     static = Static(share, chosen, attention, max_len)
     size = config.stack_size or default_stack_size(cfg)
@@ -288,7 +291,6 @@ def prepare(config: RunConfig, model: Model, say: Say) -> Prepared:
         hosts.require_same(policy=str(policy), pages=str(num_pages), steps=repr((static, sizes, buckets)))
     rows = config.max_num_seqs, max_len
     shapes, cache, slots = make_state(cfg, policy, sizes, (num_pages, config.page_size), rows, layout)
-    store = open_store(config.compile_cache, say)
     each = page_bytes(layout.whole if layout else cfg, policy, config.page_size)
     num_host_pages = count_host_pages(config.host_cache_bytes, each)
     num_weights = sum(w.size for w in jax.tree.leaves(shapes["stacks"], is_leaf=is_quantized))

@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -25,6 +25,7 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 from jaxinfer.hardware import cpu_features
 
 Say = Callable[[str], None]
+T = TypeVar("T")
 
 MAX_BYTES = 2 * 2**30  # of the folder; a 30-layer step takes 2 MB on CPU
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -55,6 +56,24 @@ class ExecutableStore:
         Args:
           key: from `key_of`. devices: that it runs on, in the order of their mesh.
         """
+        return self._read(
+            key,
+            lambda body: deserialize_and_load(*pickle.loads(body), execution_devices=devices),  # noqa: S301 (see above)
+        )
+
+    def save(self, key: str, compiled: jax.stages.Compiled) -> None:
+        """Keeps an executable, where its backend can serialise it."""
+        self._write(key, lambda: pickle.dumps(serialize(compiled)))
+
+    def read_code(self, name: str) -> bytes | None:
+        """Returns a native kernel's machine code that was kept for this machine, version and source, or None."""
+        return self._read(_key_of_code(name), bytes)
+
+    def write_code(self, name: str, code: bytes) -> None:
+        """Keeps a native kernel's machine code."""
+        self._write(_key_of_code(name), lambda: code)
+
+    def _read(self, key: str, open_body: Callable[[bytes], T]) -> T | None:
         path = self._path(key)
         if not self._is_usable or not path.exists():
             return None
@@ -64,17 +83,16 @@ class ExecutableStore:
             body = content[_DIGEST_BYTES:]
             if hashlib.sha256(body).digest() != content[:_DIGEST_BYTES]:
                 raise ValueError("it is damaged")
-            return deserialize_and_load(*pickle.loads(body), execution_devices=devices)  # noqa: S301 (see above)
+            return open_body(body)
         except Exception as error:
             self._say(f"kept executable {path} is compiled anew: {error or type(error).__name__}")
             return None
 
-    def save(self, key: str, compiled: jax.stages.Compiled) -> None:
-        """Keeps an executable, where its backend can serialise it."""
+    def _write(self, key: str, make_body: Callable[[], bytes]) -> None:
         if not self._is_usable:
             return
         try:
-            body = pickle.dumps(serialize(compiled))
+            body = make_body()
             handle, unfinished = tempfile.mkstemp(_SUFFIX, dir=self._folder)
             with os.fdopen(handle, "wb") as file:
                 file.write(hashlib.sha256(body).digest() + body)
@@ -115,6 +133,10 @@ class ExecutableStore:
             )
             return False
         return True
+
+
+def _key_of_code(name: str) -> str:
+    return key_of("native code", name, version("llvmlite"))
 
 
 def key_of(*parts: Any) -> str:

@@ -7,9 +7,8 @@ import platform
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 
@@ -56,27 +55,65 @@ def this_machine() -> tuple[Machine | None, str]:
     return None, "native kernels need a processor with avx2"
 
 
+class CodeStore(Protocol):
+    """Where machine code is kept between runs, by the names of kernels."""
+
+    def read_code(self, name: str) -> bytes | None:
+        """Returns what was kept for this machine, version and source, or None."""
+        ...
+
+    def write_code(self, name: str, code: bytes) -> None:
+        """Keeps a kernel's code."""
+        ...
+
+
 _LOCK = threading.Lock()
 _ENGINES: dict[str, Any] = {}  # by kernel; an engine owns the code that XLA calls
+_STORES: list[CodeStore | None] = [None]  # of the latest run
+
+
+def keep_code(store: CodeStore | None) -> None:
+    """Names where kernels made from now on are kept, None for nowhere: half a second each at every start."""
+    _STORES[0] = store
 
 
 def register(kernels: Iterable[Kernel]) -> None:
-    """Makes kernels and gives them to XLA's CPU backend under their names, once a process (half a second each)."""
-    from jaxinfer.kernels.native.ffi import write_handler
-
+    """Makes kernels and gives them to XLA's CPU backend under their names, once a process."""
     with _LOCK:
         for kernel in kernels:
             if kernel.name in _ENGINES:
                 continue
-            engine, address = _compile(kernel.name, str(write_handler(kernel)))
+            engine, address = load_code(kernel.name, make_code(kernel, _STORES[0]))
             _ENGINES[kernel.name] = engine
             new = ctypes.pythonapi.PyCapsule_New
             new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
             jax.ffi.register_ffi_target(kernel.name, new(address, None, None), platform="cpu", api_version=1)
 
 
-def _compile(name: str, text: str) -> tuple[Any, int]:
-    """Returns an engine that holds a module's machine code, and the address of one of its functions."""
+def make_code(kernel: Kernel, store: CodeStore | None) -> bytes:
+    """Returns a kernel's machine code as an object file: what the store has of it, else made anew and kept there."""
+    if store is not None and (kept := store.read_code(kernel.name)) is not None:
+        return kept
+    from jaxinfer.kernels.native.ffi import write_handler
+
+    code = _compile(str(write_handler(kernel)))
+    if store is not None:
+        store.write_code(kernel.name, code)
+    return code
+
+
+def load_code(name: str, code: bytes) -> tuple[Any, int]:
+    """Returns an engine that holds machine code, and the address of one of its functions."""
+    import llvmlite.binding as llvm
+
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target())
+    engine.add_object_file(llvm.object_file.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    return engine, engine.get_function_address(name)
+
+
+def _compile(text: str) -> bytes:
+    """Returns a module's machine code as an object file."""
     import llvmlite.binding as llvm
 
     machine = _target()
@@ -88,13 +125,11 @@ def _compile(name: str, text: str) -> tuple[Any, int]:
     tuning.loop_unrolling = tuning.loop_vectorization = tuning.slp_vectorization = False
     passes = llvm.create_pass_builder(machine, tuning)
     passes.getModulePassManager().run(module, passes)
-    engine = llvm.create_mcjit_compiler(module, machine)
-    engine.finalize_object()
-    return engine, engine.get_function_address(name)
+    return machine.emit_object(module)
 
 
-@cache
 def _target() -> Any:
+    """Returns a machine to make code for; a new one each time, for an engine owns its own and frees it."""
     import llvmlite.binding as llvm
 
     llvm.initialize_native_target()
