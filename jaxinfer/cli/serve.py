@@ -35,7 +35,7 @@ def make_flags() -> CommandFlags:
             "--model smollm2-135m --port 8000",
             "--config configs/serve.toml --host 0.0.0.0",
             "--set server.api_key_file=keys.txt --set cache.kv_memory=2GiB",
-            "--mesh tensor=8,data=2 --num_processes 2 --process_id 0 --coordinator 10.0.0.1:8476",
+            "--num_processes 2 --process_id 0 --coordinator 10.0.0.1:8476",
         ),
     )
     flags.add_model()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 HUB_PREFIX = "hf:"
 HUB_FORM = "hf:org/name[@revision]"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")  # of files that are never read
 
 _HUB_NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 # Data that cannot run: no pickle (.bin, .pt, .pth, .ckpt, .pkl) and no code (.py) is ever downloaded.

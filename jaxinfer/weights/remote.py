@@ -13,8 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxinfer.weights.hub import FetchError
-from jaxinfer.weights.source import PICKLE_SUFFIXES
+from jaxinfer.weights.hub import PICKLE_SUFFIXES, FetchError
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://[^/].*")
 _EXTRAS = {"gs": "gs", "gcs": "gs", "s3": "s3"}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from jaxinfer.weights.errors import CheckpointError, UnsupportedFormatError
+from jaxinfer.weights.hub import PICKLE_SUFFIXES
 from jaxinfer.weights.tensors import SourceKind, TensorInfo, TensorSource
 
 __all__ = ["SourceKind", "TensorInfo", "TensorSource", "find_kind", "open_source"]
@@ -14,7 +15,6 @@ STORE_FILE = (
     "jaxinfer.json"  # marks a folder that store.py wrote; kept here so that looking does not import orbax
 )
 HALF_WRITTEN = ".half-written-"  # in the name of the folder that store.py is still writing
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _ACCEPTED = (
     "a folder with *.safetensors and config.json, a *.gguf file or a folder with one, or a folder that "
     "`jaxinfer convert` wrote"

@@ -95,7 +95,7 @@ class Form:
         H, whole = self.head_dim, f"whole vectors of {self.lanes} numbers"
         if H % 2:
             return f"its heads are of an even number of numbers, not of {H}"
-        if self.format.bits == 4 and H // 2 % min(self.lanes, H // 2):
+        if self.format.bits == 4 and H // 2 % self.lanes:
             return f"halves of heads in {self.format} pages must be {whole}, they are {H // 2}"
         if self.scales > 1 and H // self.scales % self.lanes:
             return f"numbers that share a scale must be {whole}, they are {H // self.scales}"
