@@ -94,7 +94,7 @@ def test_measured_stages_idle_as_long_as_they_must(
 
     run_layers = decoder.run_layers
 
-    def noted(x: Any, stacks: Any, cache: Any, blocks: Any, static: Any) -> Any:
+    def noted(x: Any, stacks: Any, cache: Any, blocks: Any, static: Any, keep: Any = None) -> Any:
         busy = jnp.any(jnp.concatenate([block.length for block in blocks]) > 0)
         jax.debug.callback(note, shard_index("layers"), busy)
         return run_layers(x, stacks, cache, blocks, static)
