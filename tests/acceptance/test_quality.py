@@ -87,16 +87,15 @@ def test_fewer_bits_cost_what_is_stated(bed: Bed, policy: str):
 
 
 def test_calibrated_weights_stray_three_quarters_as_far_at_most(smollm2_gguf: Path, tmp_path: Path):
-    """In int4:g32 and int4:g64, for a text that they were not calibrated on."""
+    """In w4a16's int4:g64, for a text that they were not calibrated on; int4:g32 takes as long, and gains more."""
     bed = Bed("smollm2", smollm2_gguf)
     topics = pydoc_data.topics.topics
     text = "\n".join(topics[name] for name in sorted(topics))
-    for policy in ("weights=int4:g32,compute=bfloat16", "weights=int4:g64,compute=bfloat16"):
-        folder = tmp_path / policy
-        quantize(str(smollm2_gguf), policy, text, CALIBRATION_TOKENS, folder)
-        made = open_model(str(folder))
-        assert made.policy is not None
-        plain, calibrated = bed.measure(policy), bed.measure(made.policy, made)
-        assert calibrated.kl < 0.75 * plain.kl
-        assert calibrated.perplexity < plain.perplexity
-        assert calibrated.weight_bytes == plain.weight_bytes
+    policy, folder = "weights=int4:g64,compute=bfloat16", tmp_path / "calibrated"
+    quantize(str(smollm2_gguf), policy, text, CALIBRATION_TOKENS, folder)
+    made = open_model(str(folder))
+    assert made.policy is not None
+    plain, calibrated = bed.measure(policy), bed.measure(made.policy, made)
+    assert calibrated.kl < 0.75 * plain.kl
+    assert calibrated.perplexity < plain.perplexity
+    assert calibrated.weight_bytes == plain.weight_bytes
