@@ -184,7 +184,7 @@ def plan_memory(config: RunConfig, cfg: ModelConfig, policy: Policy, say: Say) -
 def pick_kernels(
     config: RunConfig, cfg: ModelConfig, policy: Policy, num_devices: int, say: Say
 ) -> tuple[Policy, str]:
-    """Returns the policy with what multiplies codes in this run, and what attends, and says which and why."""
+    """Returns the policy with what multiplies rows by weights, and what attends, and says which and why."""
     matmul, why = choose_matmul(config.matmul, policy, num_devices)
     say(f"weights are multiplied by {matmul} kernels ({why})")
     attention, why = choose_attention(config.attention, cfg.attention, policy, num_devices)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from jaxinfer.weights.fetch import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from jaxinfer.engine.hosts import Hosts
+    from jaxinfer.server.service import Service
 
 HOST, PORT = "127.0.0.1", 8000
 KEY_VARIABLE = "JAXINFER_API_KEY"
@@ -62,7 +63,7 @@ def main(args: Sequence[str]) -> int:
         settings.run["max_num_seqs"] = flags["max_num_seqs"]
     given = {"host": flags["host"], "port": flags["port"], "drain_seconds": flags["drain"]}
     settings.server.update({name: value for name, value in given.items() if value is not None})
-    _check_sampling(settings)
+    check_sampling(settings)
     tell_unused([f"chat.{name}" for name in settings.chat])
     if missing := [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]:
         raise ValueError(f"serving needs {', '.join(missing)}: pip install 'jaxinfer[serve]'")
@@ -91,13 +92,23 @@ def server_config(settings: Settings, api_keys: Sequence[str]) -> ServerConfig:
         raise UsageError(str(error)) from None
 
 
-def _serve(settings: Settings, config: ServerConfig, hosts: Hosts | None) -> int:
+def make_service(settings: Settings, config: ServerConfig, say: Callable[[str], None]) -> Service:
+    """Loads the model that settings name and returns its service, with sampling defaults of both."""
     # jax and FastAPI take seconds to import; a wrong flag need not wait for them.
     from jaxinfer.build import build_engine
     from jaxinfer.engine.aio import AsyncEngine
     from jaxinfer.llm import read_run_config
-    from jaxinfer.server.run import bind, serve, url_of
     from jaxinfer.server.service import Service
+
+    model = open_model_of(settings)
+    name = settings.run.get("model", DEFAULT_MODEL)
+    engine = build_engine(read_run_config({**settings.run, "model": name}), model, say)
+    sampling = {**dict(model.defaults.sampling), **settings.sampling}
+    return Service(AsyncEngine(engine), config, tuple(sampling.items()), model.cfg.family)
+
+
+def _serve(settings: Settings, config: ServerConfig, hosts: Hosts | None) -> int:
+    from jaxinfer.server.run import bind, serve, url_of
 
     _write_logs(config)
     host, port = settings.server.get("host", HOST), settings.server.get("port", PORT)
@@ -108,21 +119,21 @@ def _serve(settings: Settings, config: ServerConfig, hosts: Hosts | None) -> int
     with bind(host, port) as taken:  # before the model, so that a port that is taken is heard of at once
         if host not in ("127.0.0.1", "localhost", "::1") and not config.api_keys:
             say(f"anybody who reaches {host} may use the API: no API key is set")
-        model = open_model_of(settings)
-        name = settings.run.get("model", DEFAULT_MODEL)
-        engine = build_engine(read_run_config({**settings.run, "model": name}), model, say)
+        service = make_service(settings, config, say)
         if hosts is not None:
             # SIGTERM to any process drains, and only once: a second one would end what runs.
-            hosts.on_stop = lambda: None if engine.draining else os.kill(os.getpid(), signal.SIGTERM)
-        sampling = {**dict(model.defaults.sampling), **settings.sampling}
-        service = Service(AsyncEngine(engine), config, tuple(sampling.items()), model.cfg.family)
+            hosts.on_stop = lambda: None if service.engine.draining else os.kill(os.getpid(), signal.SIGTERM)
         line = f"serving {config.model_names[0]} at {url_of(taken)}"
         serve(service, taken, lambda: print(line, flush=True))
     return 0
 
 
-def _check_sampling(settings: Settings) -> None:
-    """Sampling fields are what requests have that give none; a wrong one is not for them to hear of."""
+def check_sampling(settings: Settings) -> None:
+    """Refuses a wrong sampling field of settings: requests that give none have it, and are not to hear of it.
+
+    Raises:
+      UsageError: the field, and what is wrong with it.
+    """
     given: dict[str, Any] = settings.sampling
     try:
         SamplingParams(**given)

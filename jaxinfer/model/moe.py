@@ -19,9 +19,8 @@ from jaxinfer.arrays.sharding import (
 from jaxinfer.config import MlpConfig
 from jaxinfer.model.layers import ACTIVATIONS, Params
 
-SLACK = (
-    3  # halves of a fair share that a bucket holds: routers are not fair, and a second round costs as much
-)
+# Halves of a fair share that a bucket holds: routers are not fair, and a second round costs as much.
+SLACK = 3
 FEW_TOKENS = 32  # of a device, below which all tokens come to all devices
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from ray import serve
@@ -11,15 +12,11 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
-from jaxinfer.cli.serve import server_config
-from jaxinfer.cli.settings import Settings, read_settings
-from jaxinfer.cli.start import open_model_of
+from jaxinfer.cli.serve import check_sampling, make_service, server_config
+from jaxinfer.cli.settings import read_settings
 from jaxinfer.replicas.front import Front
 from jaxinfer.replicas.replica import Replica
 from jaxinfer.run_config import RunConfig
-from jaxinfer.server.config import ServerConfig
-from jaxinfer.server.service import Service
-from jaxinfer.weights.fetch import DEFAULT_MODEL
 
 _WAITING = 2**20  # requests that a replica takes: the engine's own limit (max_num_waiting) answers 503
 
@@ -76,6 +73,7 @@ def app(args: dict[str, Any]) -> Application:
     """Returns the application that a Serve configuration's ``args`` describe: see `ReplicaConfig`."""
     given = ReplicaConfig.read(args)
     settings = read_settings(given.config, given.set)
+    check_sampling(settings)
     server = server_config(settings, ())
     num_rows = settings.run.get("max_num_seqs", RunConfig.max_num_seqs)
     # Ray's types take its records' fields and its decorators for others than they are.
@@ -100,7 +98,7 @@ def app(args: dict[str, Any]) -> Application:
     )
     holder: Any = serve.ingress(_make_front)(_Holder)
     front: Any = serve.deployment(holder, name="front", max_ongoing_requests=_WAITING)
-    return front.bind(replicas.bind(_ServiceMaker(settings, server)), server.max_body_bytes)
+    return front.bind(replicas.bind(partial(make_service, settings, server, print)), server.max_body_bytes)
 
 
 class _Holder:
@@ -123,22 +121,3 @@ def _make_front() -> Any:
         await holder.front(scope, receive, send)
 
     return call
-
-
-@dataclass(frozen=True)
-class _ServiceMaker:
-    """Loads the model in the replica's process."""
-
-    settings: Settings
-    server: ServerConfig
-
-    def __call__(self) -> Service:
-        from jaxinfer.build import build_engine
-        from jaxinfer.engine.aio import AsyncEngine
-        from jaxinfer.llm import read_run_config
-
-        model = open_model_of(self.settings)
-        name = self.settings.run.get("model", DEFAULT_MODEL)
-        engine = build_engine(read_run_config({**self.settings.run, "model": name}), model, print)
-        sampling = {**dict(model.defaults.sampling), **self.settings.sampling}
-        return Service(AsyncEngine(engine), self.server, tuple(sampling.items()), model.cfg.family)

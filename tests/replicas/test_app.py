@@ -12,6 +12,7 @@ pytest.importorskip("ray", reason="ray is not installed")
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
+from jaxinfer.cli.flags import UsageError
 from jaxinfer.replicas.app import ReplicaConfig, app
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +46,10 @@ def test_wrong_arguments_are_refused_by_name(given: dict[str, Any], says: str):
         ReplicaConfig.read(given)
 
 
-def test_a_setting_that_there_is_not_is_refused_before_a_replica_starts():
-    with pytest.raises(Exception, match="no key 'modell'"):
-        app({"set": ["model.modell=x"]})
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [("model.modell=x", "no key 'modell'"), ("sampling.top_p=2", r"sampling\.top_p: got 2")],
+)
+def test_a_wrong_setting_is_refused_before_a_replica_starts(setting: str, says: str):
+    with pytest.raises(UsageError, match=says):
+        app({"set": [setting]})

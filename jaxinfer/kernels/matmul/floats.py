@@ -14,31 +14,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
-from llvmlite import ir
-
-from jaxinfer.kernels.matmul.native import PIECES, VECTORS, prefetch, store_floats
+from jaxinfer.kernels.matmul.native import PIECES, VECTORS, store_result
 from jaxinfer.kernels.native.code import F32, I16, I32, Code, Value, vec
 from jaxinfer.kernels.native.ffi import Frame, Kernel, Slots
+from jaxinfer.kernels.native.floats import BF16, HALF, prefetch
 from jaxinfer.kernels.native.machine import Machine
 
 CHUNK = 256  # inputs that are laid at once, about: 16 KiB of bfloat16, 32 KiB of float32
 ROWS = 512  # that meet a block before the next ones: their sums take 64 KiB
 _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a weight
-
-
-class _BFloat(ir.types.Type):
-    """LLVM's bfloat, which llvmlite has no name for."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
 
 
 @dataclass(frozen=True)
@@ -180,7 +165,7 @@ def _multiply_few(code: Code, form: FloatForm, slots: Slots, n: Value, ahead: Va
                 _stream_tile(code, form, slots, first, ahead, rows)
         with code.loop(0, slots["M"]) as m:
             total = kept.at(m * (4 * lanes)).load(vec(F32, lanes))
-            store_floats(code, slots, m * slots["N"] + first, total)
+            store_result(code, slots, m * slots["N"] + first, total)
 
 
 def _stream_tile(code: Code, form: FloatForm, slots: Slots, n: Value, ahead: Value, rows: int) -> None:
@@ -227,7 +212,7 @@ def _multiply_block(
     with code.loop(0, num_rows) as m:
         for v in range(VECTORS):
             total = kept.at((m * VECTORS + v) * form.lanes * 4).load(vec(F32, form.lanes))
-            store_floats(code, slots, (first + m) * slots["N"] + n + v * form.lanes, total)
+            store_result(code, slots, (first + m) * slots["N"] + n + v * form.lanes, total)
 
 
 def _lay(
@@ -286,7 +271,7 @@ def _expand(code: Code, form: FloatForm, packed: Value) -> Sequence[Value]:
         return (packed,)
     if form.weights == "bfloat16":
         return [code.bits(half, floats) for half in (packed << 16, packed & -0x10000)]
-    halves, shorts = vec(ir.HalfType(), form.lanes), vec(I16, form.lanes)
+    halves, shorts = vec(HALF, form.lanes), vec(I16, form.lanes)
     parts = (code.bits(code.cast(half, shorts, "trunc"), halves) for half in (packed, packed >> 16))
     return [code.cast(part, floats, "fpext") for part in parts]
 
@@ -327,7 +312,7 @@ def _dot(code: Code, form: FloatForm, total: Value, w: Value, x: Value) -> Value
     """Adds the products in each lane."""
     if not form.has_dots:
         return code.intrinsic("fma", w, x, total)
-    pairs: Any = vec(_BFloat(), 2 * form.lanes)
+    pairs = vec(BF16, 2 * form.lanes)
     return code.call(
         "llvm.x86.avx512bf16.dpbf16ps.512", total.type, total, code.bits(w, pairs), code.bits(x, pairs)
     )

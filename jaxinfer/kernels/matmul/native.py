@@ -15,11 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from llvmlite import ir
-
 from jaxinfer.arrays.quantized import Quantized
 from jaxinfer.kernels.native.code import F32, I1, I8, I16, I32, Code, Value, Variable, vec
 from jaxinfer.kernels.native.ffi import DTYPES, Frame, Kernel, Slots
+from jaxinfer.kernels.native.floats import each_dtype, load_floats, prefetch, reduce, store_floats, transpose
 from jaxinfer.kernels.native.machine import Machine
 
 PIECES = 8  # of outputs, about; more would have threads read memory in turns
@@ -129,22 +128,6 @@ def scratch_bytes(num_rows: int, num_in: int, groups: int) -> int:
     return num_rows * (num_in + 4 + 4 * groups)
 
 
-def _load_as_float(code: Code, x: Value, offset: Value, dtype: str, lanes: int) -> Value:
-    if dtype == "float32":
-        return x.at(offset, F32).load(vec(F32, lanes))
-    bits = x.at(offset, I16).load(vec(I16, lanes))
-    if dtype == "bfloat16":
-        return code.bits(code.cast(bits, vec(I32, lanes), "zext") << 16, vec(F32, lanes))
-    return code.cast(code.bits(bits, vec(ir.HalfType(), lanes)), vec(F32, lanes), "fpext")
-
-
-def _each_dtype(code: Code, dtype: Value, names: Sequence[str], write: Callable[[str], None]) -> None:
-    """Writes code for each dtype that the numbers may have, of which one will run."""
-    for name in names:
-        with code.when(dtype.equals(DTYPES[name])):
-            write(name)
-
-
 def _round_row(code: Code, form: Form, slots: Slots, m: Value) -> None:
     """Rounds one row as `quant.round_rows` does: bit for bit, NaN included, which a row's scale hands on."""
     K, ints = slots["K"], vec(I32, 16)
@@ -156,11 +139,11 @@ def _round_row(code: Code, form: Form, slots: Slots, m: Value) -> None:
 
     def widen(dtype: str) -> None:
         with code.loop(0, K, 16) as k:
-            x = _load_as_float(code, slots["x"], m * K + k, dtype, 16)
+            x = load_floats(code, slots["x"], m * K + k, dtype, 16)
             _wide_row(code, slots).at(k, F32).store(x)
             measure(x)
 
-    _each_dtype(code, slots["x_dtype"], ("float32", "bfloat16"), widen)
+    each_dtype(code, slots["x_dtype"], ("float32", "bfloat16"), widen)
     # Of a rotated row the numbers are left larger by a constant, which its scale makes good.
     constant = code.variable(code.constant(F32, 1.0))
     with code.when(slots["rotation"].differs(0)):
@@ -168,7 +151,7 @@ def _round_row(code: Code, form: Form, slots: Slots, m: Value) -> None:
         _rotate_row(code, slots, measure)
         run = code.cast(slots["run"], F32, "sitofp")
         constant.set(code.constant(F32, 1.0) / code.intrinsic("sqrt", run))
-    scale = code.bits(_reduce(code, size.get(), code.max), F32) * ONE_127TH
+    scale = code.bits(reduce(code, size.get(), code.max), F32) * ONE_127TH
     slots["row_scale"].at(m, F32).store(scale * constant.get())
     inverse = code.splat(code.select(scale < TINY, 0.0, code.constant(F32, 1.0) / scale), 16)
     group = K / slots["G"]
@@ -184,7 +167,7 @@ def _round_row(code: Code, form: Form, slots: Slots, m: Value) -> None:
             if form.bits == 4:  # a vector of codes holds the even numbers of 8 first, then the odd ones
                 q = code.shuffle(q, None, [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15])
             slots["rows"].at(m * K + k).store(q)
-        row_sum = _reduce(code, total.get(), lambda x, y: x + y)
+        row_sum = reduce(code, total.get(), lambda x, y: x + y)
         slots["row_sum"].at(m * slots["G"] + g, I32).store(row_sum)
 
 
@@ -244,15 +227,6 @@ def _mix_lanes(code: Code, x: Value) -> Value:
     return x
 
 
-def _reduce(code: Code, x: Value, op: Callable[[Value, Value], Value]) -> Value:
-    """Returns one number out of all lanes."""
-    lanes = x.type.count
-    while lanes > 1:
-        lanes //= 2
-        x = op(code.shuffle(x, None, range(lanes)), code.shuffle(x, None, range(lanes, 2 * lanes)))
-    return x[0]
-
-
 def _lay_codes(code: Code, form: Form, slots: Slots, n: Value) -> None:
     """Lays the codes of a block of outputs, from output ``n``: ``[in / 4][outputs][4]`` bytes without sign."""
     lanes = form.lanes
@@ -270,7 +244,7 @@ def _lay_codes(code: Code, form: Form, slots: Slots, n: Value) -> None:
                 place = slots["codes"].at((n + (v * lanes + lane)) * row_bytes + first)
                 prefetch(code, place.at(row_bytes * form.block))
                 rows.append(place.load(vec(I32, lanes)))
-            for i, each in enumerate(_transpose(code, rows)):
+            for i, each in enumerate(transpose(code, rows)):
                 for part, unsigned in enumerate(_unpack(code, form, slots, each)):
                     target.at((i * per_byte + part) * stride + v * width).store(unsigned)
 
@@ -281,28 +255,6 @@ def _unpack(code: Code, form: Form, slots: Slots, packed: Value) -> list[Value]:
         return [packed ^ -0x7F7F7F80 if form.machine.has_vnni else packed]
     flip = code.splat(code.select(slots["has_offset"], code.int(0, I32), 0x08080808), form.lanes)
     return [(half & 0x0F0F0F0F) ^ flip for half in (packed, packed >> 4)]
-
-
-def _transpose(code: Code, rows: list[Value]) -> list[Value]:
-    """Returns a square of 32-bit numbers with rows and columns exchanged."""
-    size = len(rows)
-    step = 1
-    while step < size:
-        low = [i if not i & step else size + i - step for i in range(size)]
-        high = [i + step if not i & step else size + i for i in range(size)]
-        new = list(rows)
-        for i in range(size):
-            if not i & step:
-                new[i] = code.shuffle(rows[i], rows[i + step], low)
-                new[i + step] = code.shuffle(rows[i], rows[i + step], high)
-        rows, step = new, step * 2
-    return rows
-
-
-def prefetch(code: Code, place: Value) -> None:
-    """Has the processor fetch 64 bytes that will be read."""
-    numbers = (code.int(n, I32) for n in (0, 3, 1))  # to read, into all caches, data
-    code.call("llvm.prefetch.p0", ir.VoidType(), place, *numbers)
 
 
 def _wide_row(code: Code, slots: Slots) -> Value:
@@ -325,10 +277,10 @@ def _lay_scales(code: Code, form: Form, slots: Slots, n: Value) -> None:
     def lay(source: Value, target: Value) -> None:
         def write(dtype: str) -> None:
             with code.loop(0, form.block) as out, code.loop(0, G) as g:
-                number = _load_as_float(code, source, (n + out) * G + g, dtype, 1)
+                number = load_floats(code, source, (n + out) * G + g, dtype, 1)
                 target.at(g * form.block + out, F32).store(number)
 
-        _each_dtype(code, slots["scale_dtype"], tuple(DTYPES), write)
+        each_dtype(code, slots["scale_dtype"], tuple(DTYPES), write)
 
     lay(slots["scale"], _scale_place(slots, form))
     with code.when(slots["has_offset"]):
@@ -349,7 +301,7 @@ def _multiply_tile(code: Code, form: Form, slots: Slots, m: Value, n: Value, til
         scale = code.splat(slots["row_scale"].at(m + i, F32).load(F32), form.lanes)
         for v in range(VECTORS):
             place = (m + i) * slots["N"] + n + v * form.lanes
-            store_floats(code, slots, place, sums[i][v].get() * scale)
+            store_result(code, slots, place, sums[i][v].get() * scale)
 
 
 def _add_group(code: Code, form: Form, slots: Slots, m: Value, g: Value, sums: list[list[Variable]]) -> None:
@@ -405,14 +357,10 @@ def _dot(code: Code, form: Form, total: Value, codes: Value, x: Value) -> Value:
     return total + code.call("llvm.x86.avx2.pmadd.wd", ints, pairs, code.constant(shorts, 1))
 
 
-def store_floats(code: Code, slots: Slots, place: Value, numbers: Value) -> None:
-    """Writes float32 numbers as the result's dtype."""
-    lanes = numbers.type.count
-    with code.when(slots["y_dtype"].equals(DTYPES["float32"])):
-        slots["y"].at(place, F32).store(numbers)
-    with code.when(slots["y_dtype"].equals(DTYPES["bfloat16"])):
-        bits = code.bits(numbers, vec(I32, lanes))
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-        rounded = code.select(is_nan, (bits >> 16) | 0x40, rounded)
-        slots["y"].at(place, I16).store(code.cast(rounded, vec(I16, lanes), "trunc"))
+def store_result(code: Code, slots: Slots, place: Value, numbers: Value) -> None:
+    """Writes a vector of float32 into the result ``y``, in its dtype."""
+
+    def store(dtype: str) -> None:
+        store_floats(code, slots["y"], place, numbers, dtype)
+
+    each_dtype(code, slots["y_dtype"], ("float32", "bfloat16"), store)
