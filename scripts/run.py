@@ -62,9 +62,11 @@ def run_tests(python: Path, pytest_args: Sequence[str]) -> NoReturn:
             "import sys; from jaxinfer.weights.fetch import resolve_model as r; [r(n) for n in sys.argv[1:]]"
         )
         step("models", [python, "-c", resolve, *TEST_MODELS])
-    # A file stays in one worker, so that what its tests share is compiled once.
+    # A file stays in one worker, so that what its tests share is compiled once. Files come in the order of
+    # tests/conftest.py: xdist would begin with those of most tests, which are not the longest.
+    workers = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
     say("tests")
-    sys.exit(run([python, "-m", "pytest", "-n", "2", "--dist", "loadfile", *pytest_args]))
+    sys.exit(run([python, "-m", "pytest", *workers, *pytest_args]))
 
 
 def prepare(venv: Path, extras: Sequence[str]) -> Path:

@@ -10,6 +10,15 @@ import pytest
 
 from jaxinfer.weights.fetch import resolve_model
 
+# What takes minutes: begun first, so that no worker is left with it alone at the end.
+LONG = ("mesh", "acceptance", "hosts", "replicas", "quality")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts what takes long before the rest."""
+    folders = {item: item.path.relative_to(Path(__file__).parent).parts[0] for item in items}
+    items.sort(key=lambda item: LONG.index(folders[item]) if folders[item] in LONG else len(LONG))
+
 
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:

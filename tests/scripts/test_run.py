@@ -86,7 +86,10 @@ def test_interrupted_install_is_started_over(tmp_path: Path, commands: list[list
             ["generate", "--prompt", "a b", "--venv", "x"],
             ["-m", "jaxinfer", "generate", "--prompt", "a b", "--venv", "x"],
         ),
-        (["test", "-m", "not slow"], ["-m", "pytest", "-n", "2", "--dist", "loadfile", "-m", "not slow"]),
+        (
+            ["test", "-m", "not slow"],
+            ["-m", "pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "-m", "not slow"],
+        ),
     ],
     ids=["a command of jaxinfer", "pytest's arguments"],
 )
