@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from jaxinfer.engine.calls import Buckets
 from jaxinfer.engine.engine import Engine
 from jaxinfer.llm import LLM, AsyncLLM
 from jaxinfer.schedule.pages import PagePool
@@ -37,16 +38,26 @@ class Bed:
         self._model, self._settings, self._say = model, settings, say
         self._shapes: dict[str, Any] | None = None
         self._engine: Engine | None = None
+        self._buckets: Buckets | None = None
 
-    def open(self, **settings: Any) -> AsyncLLM:
-        """Returns a door to an engine with an empty queue and cache."""
+    def open(self, whole_batch: bool = False, **settings: Any) -> AsyncLLM:
+        """Returns a door to an engine with an empty queue and cache.
+
+        Args:
+          whole_batch: whether decode rows take the largest shape however few they are, as in a batch whose rows stay
+            in it when they have ended. settings: of `LLM`.
+        """
         given = {**SHAPES, **settings, **self._settings}
         caching = given.pop("enable_prefix_caching", True)
         host = {name: given.pop(name) for name in self.HOST if name in given}
         if self._engine is None or self._shapes != given:
             self._engine = None  # before the next takes as much memory
             self._engine, self._shapes = LLM(self._model, say=self._say, **given).engine, given
+            self._buckets = getattr(self._engine.runner, "buckets", None)  # a paced engine has none
         old = self._engine
+        if self._buckets is not None:
+            decode = self._buckets.decode[-1:] if whole_batch else self._buckets.decode
+            old.runner.buckets = replace(self._buckets, decode=decode)  # pyright: ignore[reportAttributeAccessIssue]
         changes = {
             self.HOST[name]: value / 1e3 if name == "window_ms" else value for name, value in host.items()
         }

@@ -71,6 +71,7 @@ class DeviceRunner:
 
     Attributes:
       device: the state. compilations: names of functions that were compiled while plans ran; none should be.
+      buckets: as given; fewer of them may be named between plans.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class DeviceRunner:
         guard: bool = True,
     ) -> None:
         self.device = Device(params, cache, slots, table)
-        self._table, self._buckets = table, buckets
+        self._table, self.buckets = table, buckets
         self._host_pages = host_pages
         self._guard = guard
         self.compilations: list[str] = []
@@ -99,7 +100,7 @@ class DeviceRunner:
         with self._guarded(), count_compilations(self.compilations):
             self._copy_pages(plan)
             orders = [order for admission in plan.admitted for order in self._admit(admission)]
-            for call in split_plan(plan, self._buckets, self._table.num_shares):
+            for call in split_plan(plan, self.buckets, self._table.num_shares):
                 orders += self._order(call, pending)
             self.start(orders)
         return pending

@@ -67,7 +67,7 @@ def renew(
     new_pool = PagePool(num_pages or pool.num_pages, pool.page_size)
     engine = Engine(
         Scheduler(config, new_pool, PrefixCache(new_pool, host_pages, prefix_caching)),
-        DeviceRunner(params, cache, slots, table, runner._buckets, room),
+        DeviceRunner(params, cache, slots, table, runner.buckets, room),
         tokenizer,
         vocab_size=cfg.vocab_size,
         eos_ids=eos_ids,

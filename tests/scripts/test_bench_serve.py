@@ -70,6 +70,12 @@ def test_bed_changes_the_scheduler_and_keeps_the_executables(monkeypatch: pytest
     assert opened[0]["page_size"] == 32
 
 
+def test_only_the_time_in_which_requests_wait_is_counted():
+    first = Result(0, sent=0.0, times=[1.0, 2.0, 3.0, 9.0])
+    last = Result(1, sent=0.0, times=[4.0, 5.0])
+    assert serve_cases.saturated_tps([first, last]) == 4 / 4.0
+
+
 def test_paced_engine_answers_any_prompt(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(serve_peers, "STEP_SECONDS", 0.0)
     engine = serve_peers.PacedRunner.make_engine()
