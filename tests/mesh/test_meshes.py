@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+# What lies where is the same however well a processor's code is made, and making it well takes half as long again.
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (HERE / "eight").glob("test_*.py")))
@@ -31,6 +33,6 @@ def test_on_eight_devices(name: str):
         capture_output=True,
         text=True,
         cwd=HERE.parent.parent,
-        env=os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"},
+        env=os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK},
     )
     assert done.returncode == 0, done.stdout + done.stderr
