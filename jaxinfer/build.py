@@ -324,11 +324,6 @@ def lay_over_mesh(config: RunConfig, cfg: ModelConfig, policy: Policy, say: Say)
         )
     if mesh is None:
         return None, 1
-    if spans_hosts(mesh) and mesh.shape["stage"] > 1:
-        raise ValueError(
-            f"mesh: got {config.mesh!r} with {jax.process_count()} processes: stages over several hosts are not built; "
-            "leave stage out, take tensor or data"
-        )
     num = num_shards("rows", mesh=mesh)
     wrong = {
         "max_num_seqs": config.max_num_seqs % num > 0,

@@ -265,12 +265,15 @@ class StepTable:
 
         def run(params: Any, cache: Any, slots: Any, *packed: Any) -> Any:
             if shape.num_steps > 1:
-                return decode_steps(params, cache, slots, packed[0], static, width, shape.num_steps)
+                args = params, cache, slots, packed[0], static, width, shape.num_steps
+                drawn, cache, slots = decode_steps(*args)
+                return self._for_all(drawn, 1), cache, slots
             decode_rows = packed[0] if B else None
             prefill_rows = packed[-1] if b else None
             return forward_step(params, cache, slots, decode_rows, prefill_rows, static, width)
 
-        drawn = tuple(_AHEAD for _ in packed) if shape.num_steps == 1 else partition((None, "rows"))
+        several = partition(()) if self._spans else partition((None, "rows"))
+        drawn = tuple(_AHEAD for _ in packed) if shape.num_steps == 1 else several
         outs = (drawn, *(_specs(part) for part in self._state[1:]))
         return self._lower(run, (*self._state, *packed), outs, donate=(1, 2))
 
@@ -301,9 +304,13 @@ class StepTable:
 
         return self._lower(run, (self._stream(shape), self._prefill_rows(shape)), self._results)
 
-    def _for_all(self, found: Any) -> Any:
-        """Returns results by row as the host that schedules can read them: all of them, where hosts have some each."""
-        return jax.tree.map(lambda x: gather_shards(x, "rows", 0), found) if self._spans else found
+    def _for_all(self, found: Any, dim: int = 0) -> Any:
+        """Returns results by row as the host that schedules can read them: all of them, where hosts have some each.
+
+        Args:
+          found: of this share. dim: of the rows.
+        """
+        return jax.tree.map(lambda x: gather_shards(x, "rows", dim), found) if self._spans else found
 
     def _stream(self, shape: Shape) -> jax.ShapeDtypeStruct:
         """``[b, S * T, D]``: the normed stream of the prefill rows, as each stage has it."""

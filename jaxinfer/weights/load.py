@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer.arrays.formats import Format
 from jaxinfer.arrays.precision import Policy
-from jaxinfer.arrays.quantized import Quantized
+from jaxinfer.arrays.quantized import Quantized, abstract
 from jaxinfer.arrays.rounding import quantize
 from jaxinfer.arrays.sharding import put_shards
 from jaxinfer.arrays.specs import ParamSpec, flatten_specs, is_spec
@@ -51,12 +51,11 @@ def load_params(
 ) -> Any:
     """Reads a checkpoint into a tree of parameters on devices.
 
-    Over a mesh, plain leaves are read share by share, this process's only; codes, and what is rounded here, whole.
+    Over a mesh, plain leaves are read share by share, this process's only; codes, and what is rounded here, whole; a
+    layer of other processes' stage not at all.
 
     Args:
-      source: the opened checkpoint.
-      specs: the wanted tree of `ParamSpec`.
-      recipes: for every leaf, by its dotted path.
+      source: the opened checkpoint. specs: the wanted tree of `ParamSpec`. recipes: for every leaf, by its dotted path.
       policy: names each leaf's format (a settled one, see `settle`); what the checkpoint has in it is taken as it is.
       ignorable: patterns (`re.fullmatch`) of tensor names that the model does without.
       shardings: one sharding for all leaves or a tree of them like ``specs``; None is the default device.
@@ -66,7 +65,7 @@ def load_params(
       progress: called with bytes read and bytes to read, from the calling thread.
 
     Returns:
-      The tree of ``specs`` with an array (or what ``finish`` returned) for each leaf.
+      The tree of ``specs`` with an array (or what ``finish`` returned) for each leaf, or what `describe_leaf` does.
 
     Raises:
       MissingTensorsError, ExtraTensorsError, MisshapenTensorsError, NonFiniteTensorsError: each lists every name.
@@ -80,10 +79,12 @@ def load_params(
     make_leaf = finish or _to_device(leaves, policy, where, layout)
 
     def make(path: str) -> tuple[Any, list[Fault]]:
-        fmt, over = None if finish else policy.format_of(path, leaves[path]), where[path]
+        spec, over, fmt = leaves[path], where[path], None if finish else policy.format_of(path, leaves[path])
+        if fmt is not None and not over.addressable_devices:
+            return describe_leaf(spec, fmt, over, layout), []
         if fmt is not None and fmt.is_plain and isinstance(over, NamedSharding):
-            return _read_shares(source, recipes[path], leaves[path], fmt.dtype, over, layout)
-        array, bad = _read_leaf(source, recipes[path], leaves[path], fmt)
+            return _read_shares(source, recipes[path], spec, fmt.dtype, over, layout)
+        array, bad = _read_leaf(source, recipes[path], spec, fmt)
         if array is None:
             return None, bad
         try:
@@ -93,8 +94,7 @@ def load_params(
 
     sizes = {path: sum(source.tensors[name].num_bytes for name in recipes[path].names) for path in leaves}
     made = _make_all(make, sizes, progress)
-    bad = [fault for _, faults in made.values() for fault in faults]
-    if bad:
+    if bad := [fault for _, faults in made.values() for fault in faults]:
         raise NonFiniteTensorsError(source.path, bad)
     return jax.tree.unflatten(jax.tree.structure(specs, is_leaf=is_spec), [made[path][0] for path in leaves])
 
@@ -277,6 +277,18 @@ def put_leaf(
         return put_shards(packed, over) if isinstance(over, NamedSharding) else jax.device_put(packed, over)
 
     return jax.tree.map(put, leaf if layout is None else layout.fill(spec, leaf))
+
+
+def describe_leaf(
+    spec: ParamSpec, fmt: Format, sharding: jax.sharding.Sharding, layout: Layout | None
+) -> Any:
+    """Returns a leaf that other processes have, abstract and with its shardings; arguments as for `put_leaf`."""
+    whole = abstract(spec, fmt)
+
+    def describe(part: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=fit_sharding(sharding, part.shape))
+
+    return jax.tree.map(describe, whole if layout is None else layout.fill(spec, whole))
 
 
 def fit_sharding(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> jax.sharding.Sharding:

@@ -39,7 +39,7 @@ from jaxinfer.weights.errors import (
     NonFiniteTensorsError,
     UnsupportedFormatError,
 )
-from jaxinfer.weights.load import fit_sharding, leaf_shardings, put_leaf
+from jaxinfer.weights.load import describe_leaf, fit_sharding, leaf_shardings, put_leaf
 from jaxinfer.weights.records import from_json, read_json, to_json
 from jaxinfer.weights.settle import Held
 from jaxinfer.weights.source import HALF_WRITTEN, STORE_FILE
@@ -177,7 +177,7 @@ def restore(
 ) -> Any:
     """Reads the parameters of a converted checkpoint straight into their shardings, each process its devices' shares.
 
-    A leaf that is rounded anew or filled up comes whole to the host first, on every process.
+    A leaf that is rounded anew or filled up comes whole to the host first, on every process that has some of it.
 
     Args:
       path: the folder.
@@ -188,7 +188,7 @@ def restore(
       layout: over a mesh: makes leaves the sizes that divide.
 
     Returns:
-      The tree of ``specs`` with an array, or a `Quantized`, for each leaf.
+      The tree of ``specs`` with an array, or a `Quantized`, for each leaf, or what `describe_leaf` does.
 
     Raises:
       CheckpointError: see `read_meta`; or the leaves are not those of ``specs``, each fault with every name.
@@ -200,10 +200,11 @@ def restore(
     where = leaf_shardings(specs, shardings)
     formats = {name: fit_format(spec, policy.format_of(name, spec)) for name, spec in leaves.items()}
     stored = {name: fmt for name, (_, fmt) in meta.leaves.items()}
-    changed = {n for n in leaves if _is_changed(leaves[n], stored[n], formats[n], layout)}
+    here = {name: spec for name, spec in leaves.items() if where[name].addressable_devices}
+    changed = {n for n in here if _is_changed(leaves[n], stored[n], formats[n], layout)}
     wanted: dict[str, jax.ShapeDtypeStruct] = {}
     casts: dict[str, Any] = {}
-    for name, spec in leaves.items():
+    for name, spec in here.items():
         whole = {name: abstract(spec, stored[name])}
         for key, part in jax.tree_util.tree_leaves_with_path(whole):
             sharding = None if name in changed else fit_sharding(where[name], part.shape)
@@ -212,11 +213,16 @@ def restore(
             plain = stored[name].is_plain and formats[name].is_plain and stored[name] != formats[name]
             casts[path_name(key)] = formats[name].dtype if plain else None
     parts = _read_params(path / PARAMS_FOLDER, wanted, casts)
-    restored = {name: _gather(parts, name, spec, stored[name]) for name, spec in leaves.items()}
+    restored = {
+        name: _gather(parts, name, spec, stored[name])
+        if name in here
+        else describe_leaf(spec, formats[name], where[name], layout)
+        for name, spec in leaves.items()
+    }
     narrowed = [
         n
-        for n, fmt in formats.items()
-        if fmt.is_plain and stored[n].is_plain and may_overflow(stored[n].dtype, fmt.dtype)
+        for n in here
+        if formats[n].is_plain and stored[n].is_plain and may_overflow(stored[n].dtype, formats[n].dtype)
     ]
     if bad := [(n, f"overflows {formats[n]}") for n in narrowed if not jnp.isfinite(restored[n]).all()]:
         raise NonFiniteTensorsError(path, bad)
@@ -300,9 +306,9 @@ def _read_params(
     }
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            return checkpointer.restore(
-                path, args=ocp.args.PyTreeRestore(item=wanted, restore_args=restore_args)
-            )
+            # Partial: leaves of which this process has nothing are not asked for.
+            args = ocp.args.PyTreeRestore(item=wanted, restore_args=restore_args, partial_restore=True)
+            return checkpointer.restore(path, args=args)
     except (ValueError, KeyError, OSError) as error:  # orbax's and tensorstore's, for files that are damaged
         raise CorruptFileError(path, str(error)) from error
 

@@ -35,15 +35,24 @@ class Run:
     """The processes of a run.
 
     Args:
-      model: a checkpoint. folder: for what they say. count: of processes. devices: virtual ones of each.
-      mesh: over all of them. flags: more of them.
+      model: a checkpoint, or its name in each of ``folders``. folder: for what they say. count: of processes.
+      devices: virtual ones of each. mesh: over all of them. flags: more of them.
+      folders: that they run in, one each; None runs all in the repository.
     """
 
     def __init__(
-        self, model: Path, folder: Path, count: int, devices: int, mesh: str, flags: Sequence[str] = ()
+        self,
+        model: Path,
+        folder: Path,
+        count: int,
+        devices: int,
+        mesh: str,
+        flags: Sequence[str] = (),
+        folders: Sequence[Path] | None = None,
     ) -> None:
         # Runs of one shape load what the first of them compiled.
-        sets = [f"--set={setting}" for setting in (*SETTINGS, f"run.compile_cache={model / 'executables'}")]
+        kept = (model if folders is None else folder) / "executables"
+        sets = [f"--set={setting}" for setting in (*SETTINGS, f"run.compile_cache={kept}")]
         command = [sys.executable, "-m", "jaxinfer", "serve", "--model", str(model), "--policy", "float32"]
         command += ["--mesh", mesh, "--port", "0", "--num_processes", str(count), *sets, *flags]
         command += ["--coordinator", f"localhost:{free_port()}"]
@@ -56,8 +65,9 @@ class Run:
                     [*command, "--process_id", str(index)],
                     stdout=out,
                     stderr=subprocess.STDOUT,
-                    cwd=ROOT,
-                    env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)},
+                    cwd=ROOT if folders is None else folders[index],
+                    env=os.environ
+                    | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT)},
                 )
             self.children.append(child)
 
@@ -97,9 +107,17 @@ class Run:
 
 
 @contextmanager
-def running(model: Path, folder: Path, count: int, devices: int, mesh: str, *flags: str) -> Iterator[Run]:
+def running(
+    model: Path,
+    folder: Path,
+    count: int,
+    devices: int,
+    mesh: str,
+    *flags: str,
+    folders: Sequence[Path] | None = None,
+) -> Iterator[Run]:
     """Starts the processes of a run, and ends those that are left."""
-    run = Run(model, folder, count, devices, mesh, flags)
+    run = Run(model, folder, count, devices, mesh, flags, folders)
     try:
         yield run
     finally:

@@ -6,11 +6,13 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import copytree, ignore_patterns
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxinfer.llm import LLM
 from jaxinfer.schedule.sampling_params import SamplingParams
@@ -151,6 +153,48 @@ def test_a_process_killed_outside_a_step_ends_the_other(toy: Path, tmp_path: Pat
         assert codes[lost] == -signal.SIGKILL
         assert codes[other] != 0
         assert f"process {other} of 2 ends: process {lost} is lost" in run.log(other)
+
+
+def spoil_others(toy: Path, folder: Path, stage: int) -> Path:
+    """Copies the toy into a folder with NaN for the layer of the other stage, which whoever reads it reports."""
+    copy = folder / toy.name
+    copytree(toy, copy, ignore=ignore_patterns("executables"))
+    (file,) = copy.glob("*.safetensors")
+    tensors = load_file(file)
+    others = [name for name in tensors if f".layers.{1 - stage}." in name]
+    assert len(others) == 9
+    save_file(tensors | {name: np.full_like(tensors[name], np.nan) for name in others}, file)
+    return folder
+
+
+def test_two_hosts_of_a_stage_each_give_the_tokens_of_one_and_read_their_own_layers_alone(
+    toy: Path, wanted: Wanted, tmp_path: Path
+):
+    folders = [spoil_others(toy, tmp_path / str(stage), stage) for stage in range(2)]
+    draws = '--set=run.draws=["sample"]'
+    with running(Path(toy.name), tmp_path, 2, 1, "stage=2", draws, folders=folders) as run:
+        assert answer(run.wait_until_served()) == wanted.texts
+        end_in_order(run, 1)
+
+
+@pytest.mark.slow  # four processes compile for minutes
+@pytest.mark.parametrize(
+    ("mesh", "stages", "flags"),
+    [
+        ("stage=2,tensor=2", (0, 0, 1, 1), ['--set=run.draws=["sample"]']),
+        ("stage=2,data=2", (0, 1, 0, 1), ["--set=schedule.num_decode_steps=2"]),
+    ],
+)
+def test_four_hosts_of_two_stages_give_the_tokens_of_one(
+    toy: Path, wanted: Wanted, tmp_path: Path, mesh: str, stages: tuple[int, ...], flags: list[str]
+):
+    """With data, prompts are scored and pooled too, and several steps run on end, whose draws lie on several hosts."""
+    folders = [spoil_others(toy, tmp_path / str(index), stage) for index, stage in enumerate(stages)]
+    with running(Path(toy.name), tmp_path, 4, 1, mesh, *flags, folders=folders) as run:
+        assert answer(run.wait_until_served()) == wanted.texts
+        if "data" in mesh:
+            check_prompts(run.url, wanted)
+        end_in_order(run, 3)
 
 
 def test_what_is_wrong_on_one_host_ends_all_with_its_reason(toy: Path, tmp_path: Path):

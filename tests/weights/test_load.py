@@ -7,8 +7,12 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
+from jaxinfer.arrays.formats import Format
 from jaxinfer.arrays.precision import Policy
+from jaxinfer.arrays.rounding import quantize
+from jaxinfer.arrays.sharding import parse_mesh, partition
 from jaxinfer.arrays.specs import ParamSpec
 from jaxinfer.model.layout import Layout
 from jaxinfer.weights.buffers import all_finite, empty, pack
@@ -20,7 +24,7 @@ from jaxinfer.weights.errors import (
 )
 from jaxinfer.weights.families import find_family, read_config
 from jaxinfer.weights.families.base import Recipe
-from jaxinfer.weights.load import load_params, read_share
+from jaxinfer.weights.load import describe_leaf, load_params, put_leaf, read_share
 from jaxinfer.weights.source import TensorSource, open_source
 from tests.families.sources import DictSource
 from tests.weights.files import write_gguf, write_hf
@@ -346,6 +350,21 @@ def test_a_share_is_what_the_whole_has_there_and_needs_nothing_else(case: str, w
         np.testing.assert_array_equal(
             read_share(lambda name, spoiled=spoiled: spoiled, recipe, leaf, index, FILLED), got
         )
+
+
+@pytest.mark.parametrize("text", ["bfloat16", "int8", "int4:g8"])
+def test_a_leaf_of_other_processes_is_described_as_they_have_it(text: str) -> None:
+    spec, fmt = ParamSpec((3, 16), ("heads", "embed")), Format.parse(text)
+    mesh = parse_mesh("tensor=1", jax.devices())
+    assert mesh is not None
+    over = NamedSharding(mesh, partition(spec.axes))
+    array = RNG.standard_normal(spec.shape, dtype=np.float32)
+    leaf = array.astype(fmt.dtype) if fmt.is_plain else quantize(array, spec, fmt)
+    here, elsewhere = put_leaf(leaf, spec, over, FILLED), describe_leaf(spec, fmt, over, FILLED)
+    assert jax.tree.structure(here) == jax.tree.structure(elsewhere)
+    for one, other in zip(jax.tree.leaves(here), jax.tree.leaves(elsewhere), strict=True):
+        assert (one.shape, one.dtype, one.sharding) == (other.shape, other.dtype, other.sharding)
+    assert jax.tree.leaves(elsewhere)[0].shape[0] == FILLED.places["heads", 3].size
 
 
 def test_a_share_of_experts_opens_their_tensors_only() -> None:
