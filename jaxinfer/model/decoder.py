@@ -13,6 +13,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import SingleDeviceSharding
 
 from jaxinfer.arrays.formats import Format
 from jaxinfer.arrays.precision import Policy
@@ -152,8 +155,18 @@ def stack_layers(params: dict[str, Any], sizes: Sequence[int]) -> dict[str, Any]
     stacks = []
     for size in sizes:
         group, layers = layers[:size], layers[size:]
-        stacks.append(stack_group(group))
+        if all(map(_is_on_host, jax.tree.leaves(group))):  # by numpy, for XLA would compile each shape
+            stack = stack_group(jax.tree.map(np.asarray, group), np)
+            stacks.append(jax.device_put(stack, jax.tree.leaves(group)[0].sharding))
+        else:
+            stacks.append(stack_group(group))
     return {**params, "stacks": tuple(stacks)}
+
+
+def _is_on_host(leaf: Any) -> bool:
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
+        return False
+    return isinstance(leaf.sharding, SingleDeviceSharding) and leaf.devices().pop().platform == "cpu"
 
 
 def stacked_shapes(
@@ -200,18 +213,19 @@ def stacked_shapes(
     return {**shapes(specs), "stacks": stacks}
 
 
-def stack_group(group: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def stack_group(group: Sequence[dict[str, Any]], xp: Any = jnp) -> dict[str, Any]:
     """Returns layers as one stack; a layer alone has q, k, v of one format as ``qkv [N+2K, H, D]``.
 
+    ``xp`` is jax's numpy or, for layers of numpy arrays, numpy itself.
     ``o`` lies as ``[D, N*H]``: its heads apart are other tiles, and a TPU v5p copied it at every layer to multiply it.
     """
     group = [{**layer, "attn": {**layer["attn"], "o": _join_inputs(layer["attn"]["o"])}} for layer in group]
     if len(group) > 1:
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *group)
+        return jax.tree.map(lambda *leaves: xp.stack(leaves), *group)
     attn = dict(group[0]["attn"])
     parts = [attn[name] for name in ("q", "k", "v")]
     if len({jax.tree.structure(part) for part in parts}) == 1:
-        joined = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+        joined = jax.tree.map(lambda *leaves: xp.concatenate(leaves), *parts)
         attn = {name: leaf for name, leaf in attn.items() if name not in ("q", "k", "v")} | {"qkv": joined}
     return jax.tree.map(lambda leaf: leaf[None], {**group[0], "attn": attn})
 
