@@ -34,8 +34,9 @@ class RunConfig:
       preemption_mode: what becomes of a row that gives way: ``recompute``, ``swap`` (its pages go to the host), or
         ``auto``: the cheaper.
       mesh: devices that share the work, such as ``tensor=4,data=2`` (`parse_mesh`); "" for one.
-      attention: what attends to pages: ``native`` (llvmlite and an x86 processor), ``tpu`` (Pallas; ``tpu-interpret``
-        anywhere, slowly), ``blocked`` (plain XLA), ``reference`` (the oracle), or ``auto``.
+      attention: what attends to pages: ``native`` (llvmlite and an x86 processor), ``tpu`` or ``gpu`` (Pallas;
+        ``tpu-interpret`` and ``gpu-interpret`` anywhere, slowly), ``blocked`` (plain XLA), ``reference`` (the oracle),
+        or ``auto``.
       matmul: what multiplies rows by weights: ``xla``, ``native`` (llvmlite and an x86 processor: int8 rows by codes,
         16-bit weights), ``tpu`` (Pallas: rows of 16 bits by 4 bits in groups), or ``auto``.
       stack_size: layers a scan, 0 chooses by backend.

@@ -147,7 +147,9 @@ def _estimated(i: Instruction, name: str) -> float | None:
     """Returns what a kernel of our own says that it takes: it is given whole pools and reads some of their pages."""
     if i.opcode != "custom-call":
         return None
+    # A TPU's call says it in JSON, a GPU's in a string of it (`kernels.attention.gpu`), whose quotes XLA writes as \22.
     found = re.search(rf'"cost_estimate":\{{[^}}]*"{name}":"(\d+)"', i.attributes)
+    found = found or re.search(rf'serialized_metadata = "[^"]*\\22{name}\\22: \\22(\d+)\\22', i.attributes)
     return float(found.group(1)) if found else None
 
 

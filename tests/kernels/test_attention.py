@@ -35,7 +35,8 @@ from jaxinfer.model.cache import Pages, token_slots, write_pages
 ATTEND = jax.jit(paged_attention, static_argnums=0, static_argnames=("scale", "window", "softcap"))
 HERE, WHY = this_machine()
 needs_native = pytest.mark.skipif(HERE is None, reason=WHY)
-RUN_HERE = sorted(set(IMPLEMENTATIONS) - {"tpu", "tpu-interpret"})  # those have tests of their own
+THERE = {"tpu", "tpu-interpret", "gpu", "gpu-interpret"}  # those have tests of their own
+RUN_HERE = sorted(set(IMPLEMENTATIONS) - THERE)
 ALL = [pytest.param(name, marks=needs_native if name == "native" else ()) for name in RUN_HERE]
 FAST = [param for param in ALL if param.values != ("reference",)]
 RUNNABLE = [machine for needed, machine in MACHINES if HERE and cpu_features().issuperset(needed)]

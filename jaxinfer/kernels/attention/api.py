@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -57,13 +58,47 @@ def _interpreted(*operands: Any, **options: Any) -> jax.Array:
     return _on_tpu(*operands, **options, interpret=True)
 
 
+def _on_gpu(*operands: Any, **options: Any) -> jax.Array:
+    from jaxinfer.kernels.attention.gpu import paged_attention_gpu
+
+    return paged_attention_gpu(*operands, **options)
+
+
+def _interpreted_gpu(*operands: Any, **options: Any) -> jax.Array:
+    return _on_gpu(*operands, **options, interpret=True)
+
+
 IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "blocked": paged_attention_blocked,
+    "gpu": _on_gpu,
+    "gpu-interpret": _interpreted_gpu,
     "native": paged_attention_native,
     "reference": paged_attention_reference,
     "tpu": _on_tpu,
     "tpu-interpret": _interpreted,
 }
+
+_DEVICES = ("gpu", "tpu")  # that have a kernel of their name
+
+
+def gpu_capability() -> str:
+    """Returns the compute capability of the GPU that is here, such as ``9.0``, or ``gfx942``; "" where none is."""
+    return jax.devices()[0].compute_capability if jax.default_backend() == "gpu" else ""
+
+
+def why_no_gpu(version: str, capability: str) -> str | None:
+    """Returns why the GPU's kernel cannot be made, or None.
+
+    Args:
+      version: of jax; 0.12 says that a later one will not have Triton. capability: of `gpu_capability`.
+    """
+    if find_spec("jax.experimental.pallas.triton") is None:
+        return f"jax {version} has no Pallas by way of Triton, which the GPU's kernel is written in"
+    if capability.startswith("gfx"):
+        return f"the GPU's kernel is for NVIDIA's, this is a {capability}"
+    if capability and float(capability) < 8:
+        return f"the GPU's kernel needs compute capability 8.0, this one has {capability}"
+    return None
 
 
 def choose_attention(
@@ -76,22 +111,26 @@ def choose_attention(
       heads: of the model. policy: of the run. num_devices: that the run's arrays lie on.
 
     Raises:
-      ValueError: an unknown name, or ``native`` or ``tpu`` where they cannot run: a kernel that was asked for runs or
-        is an error.
+      ValueError: an unknown name, or ``native``, ``tpu`` or ``gpu`` where they cannot run: a kernel that was asked for
+        runs or is an error.
     """
     if name not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(
             f"attention: unknown implementation {name!r}; there are: auto, {', '.join(IMPLEMENTATIONS)}"
         )
-    if name == "tpu" and backend() != "tpu":
+    if name in _DEVICES and backend() != name:
         raise ValueError(
-            f"attention=tpu cannot run: its kernel is for TPUs, this is a {backend()}; take attention=auto, or "
-            "attention=tpu-interpret to run it step by step in XLA"
+            f"attention={name} cannot run: its kernel is for {name.upper()}s, this is a {backend()}; take "
+            f"attention=auto, or attention={name}-interpret to run it step by step in XLA"
         )
+    if name == "gpu" and (problem := why_no_gpu(jax.__version__, gpu_capability())):
+        raise ValueError(f"attention=gpu cannot run: {problem}; take attention=auto or attention=blocked")
     if name not in ("auto", "native"):
         return name, "asked for"
-    if name == "auto" and backend() == "tpu":
-        return "tpu", "it reads pages where they lie, in every format"
+    if backend() == "gpu" and name == "auto" and (problem := why_no_gpu(jax.__version__, gpu_capability())):
+        return "blocked", problem
+    if name == "auto" and backend() in _DEVICES:
+        return backend(), "it reads pages where they lie, in every format"
     problem = _why_not(heads, policy, num_devices)
     if problem is None:
         return "native", "asked for" if name == "native" else this_machine()[1]
