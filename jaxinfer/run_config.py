@@ -38,7 +38,7 @@ class RunConfig:
         ``tpu-interpret`` and ``gpu-interpret`` anywhere, slowly), ``blocked`` (plain XLA), ``reference`` (the oracle),
         or ``auto``.
       matmul: what multiplies rows by weights: ``xla``, ``native`` (llvmlite and an x86 processor: int8 rows by codes,
-        16-bit weights), ``tpu`` (Pallas: rows of 16 bits by 4 bits in groups), or ``auto``.
+        16-bit weights), ``tpu`` or ``gpu`` (Pallas: rows of 16 bits by 4 bits in groups), or ``auto``.
       stack_size: layers a scan, 0 chooses by backend.
       prefill_buckets: ``(rows, tokens a row)`` shapes; empty chooses from ``max_num_batched_tokens``.
       draws: what requests may ask for: ``greedy`` (the likeliest token, nothing else), ``sample`` (anything),

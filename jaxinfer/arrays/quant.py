@@ -20,9 +20,10 @@ from jaxinfer.hardware import cpu_features
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 # Kernels of higher floors, by the name that a policy chooses them by: ``(x [M, in], w [out, in], dtype) -> [M, out]``,
-# or None for a weight that they leave to XLA. Rows that meet codes are rounded to int8 there, but for a TPU's.
+# or None for a weight that they leave to XLA. Rows that meet codes are rounded to int8 there, but for `_WIDENING`.
 Multiply = Callable[[jax.Array, jax.Array | Quantized, jnp.dtype], jax.Array | None]
 MULTIPLIERS: dict[str, Multiply] = {"xla": lambda x, w, dtype: None}
+_WIDENING = ("tpu", "gpu")  # whose kernels have rows of 16 bits meet codes
 FEW_ROWS = 32  # on a CPU, up to here the weight is the better left operand
 
 
@@ -57,7 +58,7 @@ def linear(
     multiply = MULTIPLIERS[policy.matmul]
     if isinstance(w, Quantized):
         flat = _flatten(w, x.ndim - 1)
-        y = multiply(rows, flat, out) if policy.act == "int8" or policy.matmul == "tpu" else None
+        y = multiply(rows, flat, out) if policy.act == "int8" or policy.matmul in _WIDENING else None
         if y is None:
             y = _multiply_codes(rows, flat, policy, shared)
     else:

@@ -1,4 +1,4 @@
-"""The GPU's kernel compiled to machine code for GPUs that are not here; needs the extra ``aot``."""
+"""The GPU's kernels compiled to machine code for GPUs that are not here; needs the extra ``aot``."""
 
 from functools import partial
 
@@ -12,8 +12,11 @@ from jaxinfer.aot.cost import measure
 from jaxinfer.aot.targets import Target, open_target, single_mesh
 from jaxinfer.arrays.formats import Format
 from jaxinfer.arrays.pages import scale_dtype, stored_dtype, token_widths
+from jaxinfer.arrays.quantized import abstract
+from jaxinfer.arrays.specs import ParamSpec
 from jaxinfer.kernels.attention.gpu import paged_attention_gpu
 from jaxinfer.kernels.attention.paged import PagedKV
+from jaxinfer.kernels.matmul.gpu import multiply_gpu
 from tests.aot.test_compile import DECODE, compile_for, is_installed
 
 LLAMA_8B = (32, 8, 128)
@@ -90,3 +93,22 @@ def test_few_rows_of_every_head_size_compile(rows: tuple[int, int], heads: tuple
 def test_a_decode_step_moves_weights_and_cache_once(policy: str):
     report = compile_for("gpu:h100", policy, DECODE)
     assert report.cost.num_bytes < 1.15 * (report.weights + report.cache)
+
+
+@pytest.mark.parametrize(
+    ("target", "text"), [("gpu:h100", "int4:g64"), ("gpu:a100", "int4:g32:f16"), ("gpu:a100", "nvfp4")]
+)
+def test_weights_of_4_bits_are_not_written_out(target: str, text: str):
+    if not is_installed("jax_plugins.xla_cuda13"):
+        pytest.skip("jax-cuda13-plugin is not installed")
+    mesh = single_mesh(open_target(Target.parse(target)))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    w = abstract(ParamSpec((4096, 14336), (None, None)), Format.parse(text))
+    x = jax.ShapeDtypeStruct((64, 14336), jnp.bfloat16)
+    args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), (x, w))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = jax.jit(lambda x, w: multiply_gpu(x, w, jnp.dtype("bfloat16"))).lower(*args)
+    memory = lowered.compile().memory_analysis()
+    assert memory is not None
+    # Even and odd columns of the rows, and two halves' sums: not the 28 MiB of codes, nor 112 MiB in 16 bits.
+    assert memory.temp_size_in_bytes < 8 * 2**20

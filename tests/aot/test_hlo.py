@@ -248,3 +248,18 @@ def test_collectives_count_as_often_as_they_run_with_what_crosses():
     assert cost.collectives == {"all-reduce": 5, "all-gather": 2, "reduce-scatter": 1}
     one = 8 * 32 * 2
     assert cost.collective_bytes == {"all-reduce": 5 * one, "all-gather": 2 * 8 * one, "reduce-scatter": one}
+
+
+def test_a_gpus_kernel_says_in_its_metadata_what_it_moves():
+    """It is given whole pools and reads some of their pages; its code, a string beside, is not looked at."""
+    code = r'ir = "ML\EFR (\22bytes_accessed\22: \221\22", name = "paged_attention"'
+    said = r'serialized_metadata = "{\22flops\22: \22400\22, \22bytes_accessed\22: \225000\22}"'
+    call = f'custom_call_target="__gpu$xla.gpu.triton", backend_config={{debug = false, {code}, {said}}}'
+    text = f"""ENTRY %main (q: bf16[8,32], pool: u16[640,32]) -> bf16[8,32] {{
+  %q = bf16[8,32]{{1,0}} parameter(0)
+  %pool = u16[640,32]{{1,0}} parameter(1)
+  ROOT %out = bf16[8,32]{{1,0}} custom-call(%q, %pool), {call}
+}}
+"""
+    cost = measure(parse(text))
+    assert (cost.num_bytes, cost.flops) == (5000, 400)

@@ -16,11 +16,12 @@ from jaxinfer.arrays.pages import to_slab
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.config import AttentionConfig
 from jaxinfer.kernels.attention import gpu
-from jaxinfer.kernels.attention.api import choose_attention, why_no_gpu
+from jaxinfer.kernels.attention.api import choose_attention
 from jaxinfer.kernels.attention.cases import CASES, Case, make_inputs
 from jaxinfer.kernels.attention.gpu import check_size, make_plan, paged_attention_gpu
 from jaxinfer.kernels.attention.paged import PagedKV
 from jaxinfer.kernels.attention.reference import paged_attention_reference
+from jaxinfer.kernels.triton import why_no_gpu
 from tests.kernels.test_attention import CODED, FEW_PASSES, operands, options_of
 
 NAMED = {case.name: case for case in CASES}
@@ -237,7 +238,7 @@ def test_the_kernel_is_chosen_on_a_gpu_and_refused_elsewhere():
 
 @pytest.mark.parametrize(
     ("capability", "why"),
-    [("7.5", "needs compute capability 8.0"), ("gfx942", "is for NVIDIA's, this is a gfx942")],
+    [("7.5", "need compute capability 8.0"), ("gfx942", "are for NVIDIA's, this is a gfx942")],
 )
 def test_an_older_or_another_gpu_attends_in_blocks_and_says_so(
     capability: str, why: str, monkeypatch: pytest.MonkeyPatch
@@ -253,5 +254,5 @@ def test_an_older_or_another_gpu_attends_in_blocks_and_says_so(
 
 def test_a_jax_without_triton_is_told(monkeypatch: pytest.MonkeyPatch):
     assert why_no_gpu("0.12.0", "9.0") is None
-    monkeypatch.setattr("jaxinfer.kernels.attention.api.find_spec", lambda name: None)
+    monkeypatch.setattr("jaxinfer.kernels.triton.find_spec", lambda name: None)
     assert "jax 0.13.0 has no Pallas by way of Triton" in (why_no_gpu("0.13.0", "9.0") or "")

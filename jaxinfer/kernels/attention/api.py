@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,6 +18,7 @@ from jaxinfer.kernels.attention.blocked import paged_attention_blocked
 from jaxinfer.kernels.attention.paged import PagedKV
 from jaxinfer.kernels.attention.reference import paged_attention_reference
 from jaxinfer.kernels.native.machine import Machine, register, this_machine
+from jaxinfer.kernels.triton import gpu_capability, why_no_gpu
 
 if TYPE_CHECKING:
     from jaxinfer.kernels.attention.form import Form
@@ -79,26 +79,6 @@ IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
 }
 
 _DEVICES = ("gpu", "tpu")  # that have a kernel of their name
-
-
-def gpu_capability() -> str:
-    """Returns the compute capability of the GPU that is here, such as ``9.0``, or ``gfx942``; "" where none is."""
-    return jax.devices()[0].compute_capability if jax.default_backend() == "gpu" else ""
-
-
-def why_no_gpu(version: str, capability: str) -> str | None:
-    """Returns why the GPU's kernel cannot be made, or None.
-
-    Args:
-      version: of jax; 0.12 says that a later one will not have Triton. capability: of `gpu_capability`.
-    """
-    if find_spec("jax.experimental.pallas.triton") is None:
-        return f"jax {version} has no Pallas by way of Triton, which the GPU's kernel is written in"
-    if capability.startswith("gfx"):
-        return f"the GPU's kernel is for NVIDIA's, this is a {capability}"
-    if capability and float(capability) < 8:
-        return f"the GPU's kernel needs compute capability 8.0, this one has {capability}"
-    return None
 
 
 def choose_attention(

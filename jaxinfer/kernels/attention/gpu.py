@@ -33,6 +33,7 @@ from jaxinfer.arrays.formats import Format
 from jaxinfer.arrays.pages import from_slab, group_size
 from jaxinfer.kernels.attention.paged import PagedKV
 from jaxinfer.kernels.attention.reference import MASKED
+from jaxinfer.kernels.triton import double_fp4, open_float8
 
 LEAST = 16  # rows, columns and inner numbers of the smallest product
 TILE_ROWS = 128  # queries times heads of a group that meet a block at once
@@ -389,23 +390,12 @@ def _open(bits, fmt: Format, plane: int, dtype):
         x = lax.bitcast_convert_type(bits, jnp.int8)
         if fmt.kind == "int4":
             return (((x << 4) if plane == 0 else x) >> 4).astype(dtype)
-        x = (x >> (4 * plane)) & 15
-        size = x & 7
-        size = jnp.where(size < 4, size, (2 + (size & 1)) << jnp.maximum((size >> 1) - 1, 0))
-        return jnp.where(x < 8, size, -size).astype(dtype)
+        return double_fp4((x >> (4 * plane)) & 15).astype(dtype)
     if fmt.bits == 8 and not fmt.is_integer:
-        return _float8(bits, fmt.kind).astype(dtype)
+        return open_float8(bits, fmt.kind).astype(dtype)
     if bits.dtype == fmt.dtype:
         return bits.astype(dtype)
     return lax.bitcast_convert_type(bits, fmt.dtype).astype(dtype)
-
-
-def _float8(bits, kind: str):
-    """Returns 8-bit floats in float32, by way of the float16 whose bits they begin: an A100 has no conversion."""
-    x = bits.astype(jnp.uint16)
-    x = x << 8 if kind == "fp8_e5m2" else ((x & 0x80) << 8) | ((x & 0x7F) << 7)
-    number = lax.bitcast_convert_type(x, jnp.float16).astype(jnp.float32)
-    return number if kind == "fp8_e5m2" else number * 256
 
 
 def _open_scales(bits, fmt: Format):
@@ -413,5 +403,5 @@ def _open_scales(bits, fmt: Format):
     if fmt.kind == "mxfp4":
         return lax.bitcast_convert_type(bits.astype(jnp.int32) << 23, jnp.float32) * 0.5
     if fmt.kind == "nvfp4":
-        return _float8(bits, "fp8_e4m3") * 0.5
+        return open_float8(bits, "fp8_e4m3") * 0.5
     return lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32)

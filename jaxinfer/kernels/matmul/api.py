@@ -10,16 +10,18 @@ import jax.numpy as jnp
 
 from jaxinfer.arrays.backend import backend
 from jaxinfer.arrays.precision import Policy
-from jaxinfer.arrays.quant import MULTIPLIERS
+from jaxinfer.arrays.quant import MULTIPLIERS, Multiply
 from jaxinfer.arrays.quantized import Quantized
 from jaxinfer.hardware import cpu_features
 from jaxinfer.kernels.native.machine import register, this_machine
+from jaxinfer.kernels.triton import gpu_capability, why_no_gpu
 
 if TYPE_CHECKING:
     from jaxinfer.kernels.matmul.floats import FloatForm
     from jaxinfer.kernels.matmul.native import Form
 
-IMPLEMENTATIONS = ("xla", "native", "tpu")
+IMPLEMENTATIONS = ("xla", "native", "tpu", "gpu")
+_DEVICES = ("tpu", "gpu")  # that have a kernel of their name
 _FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16))  # that kernels read and write
 
 
@@ -30,7 +32,7 @@ def choose_matmul(name: str, policy: Policy, num_devices: int = 1) -> tuple[str,
       name: ``auto`` or one of `IMPLEMENTATIONS`. policy: of the run. num_devices: that the run's arrays lie on.
 
     Raises:
-      ValueError: an unknown name, or ``native`` or ``tpu`` where they cannot run, with the reason.
+      ValueError: an unknown name, or ``native``, ``tpu`` or ``gpu`` where they cannot run, with the reason.
     """
     if name not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(
@@ -38,8 +40,8 @@ def choose_matmul(name: str, policy: Policy, num_devices: int = 1) -> tuple[str,
         )
     if name == "xla":
         return name, "asked for"
-    if name == "tpu" or backend() == "tpu":
-        return _choose_on_tpu(name, policy)
+    if name in _DEVICES or backend() in _DEVICES:
+        return _choose_on_device(name, policy)
     problem = _why_not(num_devices)
     reasons = [problem] if problem else [_why_no_codes(policy), _why_no_floats(policy)]
     if None in reasons:
@@ -51,24 +53,35 @@ def choose_matmul(name: str, policy: Policy, num_devices: int = 1) -> tuple[str,
     return "xla", why
 
 
-def _choose_on_tpu(name: str, policy: Policy) -> tuple[str, str]:
-    """As `choose_matmul`, where there is a TPU or its kernel is asked for."""
+def _choose_on_device(name: str, policy: Policy) -> tuple[str, str]:
+    """As `choose_matmul`, where there is a TPU or a GPU or a kernel of theirs is asked for."""
+    device = backend()
     problem = None
-    if backend() != "tpu":
-        problem = f"its kernel is for TPUs, this is a {backend()}"
+    if name in _DEVICES and device != name:
+        problem = f"its kernel is for {name.upper()}s, this is a {device}"
     elif name == "native":
-        problem = "native kernels are for CPUs, this is a tpu"
+        problem = f"native kernels are for CPUs, this is a {device}"
     elif policy.weights.bits != 4 or policy.weights.group is None or policy.act != "compute":
         kind = f"weights of {policy.weights} and act={policy.act}"
         problem = f"its kernel opens weights of 4 bits in groups for rows of 16 bits, the policy has {kind}"
+    elif device == "gpu":
+        problem = why_no_gpu(jax.__version__, gpu_capability())
     if problem is None:
-        from jaxinfer.kernels.matmul.tpu import multiply_tpu
-
-        MULTIPLIERS["tpu"] = multiply_tpu
-        return "tpu", "asked for" if name == "tpu" else "XLA writes weights of 4 bits out in 16 first"
+        MULTIPLIERS[device] = _load_multiply(device)
+        return device, "asked for" if name == device else "XLA writes weights of 4 bits out in 16 first"
     if name != "auto":
         raise ValueError(f"matmul={name} cannot run: {problem}; take matmul=auto or matmul=xla")
     return "xla", problem
+
+
+def _load_multiply(device: str) -> Multiply:
+    if device == "tpu":
+        from jaxinfer.kernels.matmul.tpu import multiply_tpu
+
+        return multiply_tpu
+    from jaxinfer.kernels.matmul.gpu import multiply_gpu
+
+    return multiply_gpu
 
 
 def _why_not(num_devices: int) -> str | None:
