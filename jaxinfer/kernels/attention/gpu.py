@@ -38,9 +38,7 @@ from jaxinfer.kernels.triton import double_fp4, open_float8
 LEAST = 16  # rows, columns and inner numbers of the smallest product
 TILE_ROWS = 128  # queries times heads of a group that meet a block at once
 TILE_BYTES = 64 * 2**10  # of a tile's sums in float32, which lie in registers
-BLOCK_BYTES = (
-    16 * 2**10
-)  # of a block's keys as they are multiplied; three blocks of keys and values are under way
+BLOCK_BYTES = 16 * 2**10  # of a block's keys as they are multiplied; three blocks are under way
 PROGRAMS = 264  # that run side by side: two on each multiprocessor of an H100 or H200
 LEAST_BLOCKS = 2  # of context that a program of its own is worth
 MOST_SCALES = 4  # of a head that multiply scores and weights
