@@ -40,9 +40,11 @@ def multiply_gpu(
       interpret: runs the kernel in XLA, on any backend.
 
     Returns:
-      ``[M, out]``, or None for what XLA multiplies as well: other formats, and more than 512 rows.
+      ``[M, out]``, or None for what XLA multiplies as well: other formats, and more than 512 rows (or none).
     """
-    if not isinstance(w, Quantized) or w.format.bits != 4 or w.format.group is None or len(x) > MOST_ROWS:
+    if not isinstance(w, Quantized) or w.format.bits != 4 or w.format.group is None:
+        return None
+    if not 0 < len(x) <= MOST_ROWS:
         return None
     is_whole = w.outer is None and w.offset is None
     y = _call(x, w, out if is_whole else jnp.dtype(jnp.float32), interpret)
@@ -58,9 +60,12 @@ def _call(x: jax.Array, w: Quantized, out: jnp.dtype, interpret: bool) -> jax.Ar
     """Returns rows times codes and scales."""
     M, (num_out, num_bytes) = len(x), w.values.shape
     rows = min(ROW_TILE, max(LEAST_ROWS, 1 << (M - 1).bit_length()))
-    wide = 128 if num_out >= 128 * PROGRAMS else 64
+    wide = (
+        128 if num_out >= 128 * PROGRAMS and rows < ROW_TILE else 64
+    )  # more sums than an A100 has registers for
     steps, programs = -(-num_bytes // BYTES_TILE), -(-num_out // wide) * -(-M // rows)
-    splits = max(1, min(PROGRAMS // programs, steps))
+    # The sums of parts go to memory and back: at most half as many bytes as the codes.
+    splits = max(1, min(PROGRAMS // programs, steps, num_bytes // (16 * M)))
     dtype = out if splits == 1 else jnp.dtype(jnp.float32)
     moved = w.values.nbytes + w.scale.nbytes + x.nbytes + splits * M * num_out * dtype.itemsize
     whole = pl.BlockSpec(memory_space=pl.ANY)
