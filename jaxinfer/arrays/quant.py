@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jaxinfer.arrays.backend import backend
 from jaxinfer.arrays.formats import Format
 from jaxinfer.arrays.precision import ACTS, Policy
-from jaxinfer.arrays.quantized import Quantized
+from jaxinfer.arrays.quantized import InStack, Quantized
 from jaxinfer.arrays.rotation import rotate
 from jaxinfer.arrays.sharding import max_shards, sum_shards
 from jaxinfer.hardware import cpu_features
@@ -60,6 +61,8 @@ def linear(
         flat = _flatten(w, x.ndim - 1)
         y = multiply(rows, flat, out) if policy.act == "int8" or policy.matmul in _WIDENING else None
         if y is None:
+            if isinstance(flat.values, InStack):
+                flat = replace(flat, values=flat.values.take())
             y = _multiply_codes(rows, flat, policy, shared)
     else:
         rows, flat = rows.astype(dtype), w.reshape(-1, rows.shape[1])
@@ -128,7 +131,7 @@ def _widen(codes: jax.Array, w: Quantized, dtype: jnp.dtype) -> jax.Array:
 def _flatten(w: Quantized, num_in: int) -> Quantized:
     """Returns a weight with one axis of outputs and one of inputs."""
     out = math.prod(w.values.shape[: w.ndim - num_in])
-    return jax.tree.map(lambda part: part.reshape(out, -1), w)
+    return jax.tree.map(lambda part: part.reshape(out, -1), w, is_leaf=lambda node: isinstance(node, InStack))
 
 
 def _multiply_codes(x: jax.Array, w: Quantized, policy: Policy, over: tuple[str, ...]) -> jax.Array:

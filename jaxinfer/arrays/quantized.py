@@ -17,6 +17,36 @@ from jaxinfer.arrays.specs import ParamSpec
 
 
 @struct.dataclass
+class InStack:
+    """The codes of one layer where they lie, in their stack: a kernel reads them there, what is sliced may be copied.
+
+    Attributes:
+      stack: ``[l, *out, in or bytes]``. index: int32, the layer's place.
+    """
+
+    stack: jax.Array
+    index: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the layer's codes."""
+        return self.stack.shape[1:]
+
+    @property
+    def ndim(self) -> int:
+        """The rank of the layer's codes."""
+        return self.stack.ndim - 1
+
+    def reshape(self, *shape: int) -> InStack:
+        """Returns the layer's codes in another shape."""
+        return InStack(self.stack.reshape(len(self.stack), *shape), self.index)
+
+    def take(self) -> jax.Array:
+        """Returns the layer's codes, sliced."""
+        return jax.lax.dynamic_index_in_dim(self.stack, self.index, keepdims=False)
+
+
+@struct.dataclass
 class Quantized:
     """A weight ``[*out, *in]``; every component has its rank, so it inherits its axes, stacks, joins and shards.
 
@@ -25,7 +55,8 @@ class Quantized:
 
     Attributes:
       values: codes. 8 bits: ``[*out, *in]``. 4 bits: uint8 ``[*out, *in[:-1], in[-1] // 2]``, number 2i in the low half
-        of a byte and 2i + 1 in the high one; int4 without offset in two's complement, with one 0 to 15.
+        of a byte and 2i + 1 in the high one; int4 without offset in two's complement, with one 0 to 15. In a scan whose
+        kernel reads stacks an `InStack` of these.
       scale: per channel ``[*out, 1, ..., 1]`` float32; groups ``[*out, *in[:-1], in[-1] // group]``, bfloat16 where we
         round ourselves (files bring float16 or float32), for mxfp4 the bits of e8m0 (uint8), for nvfp4 fp8 e4m3.
       offset: like scale, or None.

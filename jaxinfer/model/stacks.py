@@ -7,7 +7,7 @@ layers of its own stage, and what sets these apart from other stages' is looked 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from flax import struct
 
 from jaxinfer.arrays.pages import turn
 from jaxinfer.arrays.precision import Policy
+from jaxinfer.arrays.quantized import InStack, Quantized, is_quantized
 from jaxinfer.arrays.sharding import num_shards, shard_index
 from jaxinfer.config import LayerKind, ModelConfig
 from jaxinfer.kernels.attention.api import paged_attention
@@ -131,13 +132,36 @@ def _run_stack(
         layer, index, window, rope = layer_in
         angles = None if choices is None else jax.tree.map(lambda t: t[rope], choices)
         x, pages = carry
+        layer = _give_codes(layer, stack, index)
         return run(x, pages, layer, index, window, angles, blocks, slots, static), None
 
-    layers = (stack, jnp.arange(size), windows, which)
+    layers = (_leave_codes(stack, static.policy), jnp.arange(size), windows, which)
     if size == 1:
         return body((x, pages), jax.tree.map(lambda leaf: leaf[0], layers), _layer_by_stage)[0]
     (x, pages), _ = jax.lax.scan(body, (x, pages), layers)
     return x, pages
+
+
+def _leave_codes(stack: dict[str, Any], policy: Policy) -> dict[str, Any]:
+    """Returns what a scan slices of a stack: all but codes that a TPU's kernel reads where they lie (`InStack`)."""
+
+    def leave(leaf: Any) -> Any:
+        return replace(leaf, values=None) if isinstance(leaf, Quantized) and leaf.format.bits == 4 else leaf
+
+    if policy.matmul != "tpu":
+        return stack
+    dense = {name: part for name, part in stack.items() if name != "moe"}  # experts are XLA's
+    return stack | jax.tree.map(leave, dense, is_leaf=is_quantized)
+
+
+def _give_codes(layer: dict[str, Any], stack: dict[str, Any], index: jax.Array) -> dict[str, Any]:
+    """Returns a layer of `_leave_codes` with its codes in their stack."""
+
+    def give(part: Any, whole: Any) -> Any:
+        is_left = isinstance(part, Quantized) and part.values is None
+        return replace(part, values=InStack(whole.values, index)) if is_left else part
+
+    return jax.tree.map(give, layer, stack, is_leaf=is_quantized)
 
 
 def _by_stage(rows: list[list[int]]) -> jax.Array:

@@ -1,5 +1,6 @@
 """Kernels of our own compiled for TPUs that are not here; needs the extra ``aot``."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -10,11 +11,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxinfer.aot.targets import Target, open_target, single_mesh
 from jaxinfer.arrays.formats import Format
 from jaxinfer.arrays.pages import scale_dtype, scale_slab, stored_dtype, token_widths
+from jaxinfer.arrays.precision import Policy
+from jaxinfer.arrays.quant import MULTIPLIERS, linear
 from jaxinfer.arrays.quantized import abstract
 from jaxinfer.arrays.specs import ParamSpec
 from jaxinfer.kernels.attention.paged import PagedKV
 from jaxinfer.kernels.attention.tpu import paged_attention_tpu
 from jaxinfer.kernels.matmul.tpu import multiply_tpu
+from jaxinfer.model.stacks import _give_codes, _leave_codes
 from tests.aot.test_compile import is_installed
 
 TPUS = ("tpu:v5e", "tpu:v5p", "tpu:v6e")
@@ -100,3 +104,32 @@ def test_weights_of_4_bits_are_not_written_out(target: str, text: str):
     assert memory is not None
     # Rows and results, and scales in another layout: not the 28 MiB of codes, nor 112 MiB in 16 bits.
     assert memory.temp_size_in_bytes < 12 * 2**20
+
+
+def test_a_scan_over_weights_of_4_bits_copies_none_of_them(monkeypatch: pytest.MonkeyPatch):
+    """A v5p has no room on the chip for a matrix of this size: it wrote each layer's out before the kernel read it."""
+    if not is_installed("libtpu"):
+        pytest.skip("libtpu is not installed")
+    mesh = single_mesh(open_target(Target.parse("tpu:v5p")))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    policy = replace(Policy.parse("w4a16", base="bfloat16"), matmul="tpu")
+    monkeypatch.setitem(MULTIPLIERS, "tpu", multiply_tpu)
+
+    def step(x, stack):
+        def body(x, layer_in):
+            layer = _give_codes(layer_in[0], stack, layer_in[1])["mlp"]
+            return linear(linear(x, layer["up"], policy), layer["down"], policy), None
+
+        return jax.lax.scan(body, x, (_leave_codes(stack, policy), jnp.arange(2)))[0]
+
+    up, down = (
+        abstract(ParamSpec((2, *s), (None,) * 3), policy.weights) for s in ((14336, 4096), (4096, 14336))
+    )
+    x = jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16)
+    args = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        (x, {"mlp": {"up": up, "down": down}}),
+    )
+    memory = jax.jit(step).lower(*args).compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 12 * 2**20  # a matrix of codes has 28 MiB

@@ -1,9 +1,10 @@
 """Rows times weights of 4 bits in groups on a TPU, in Pallas: codes are widened on the way into the product.
 
 XLA multiplies such a weight by writing it out in 16 bits first, a matrix at a time: four times its bytes written and
-read again. Here a tile of bytes comes into VMEM, is opened and multiplied there. Even and odd numbers, which share a
-byte, meet even and odd columns of the rows. A group's scale reaches the lanes of its codes by a product with a matrix
-of zeros and ones, which is exact.
+read again. Here a tile of bytes comes into VMEM, is opened and multiplied there. It comes from where the whole stack of
+layers lies: of a layer sliced out before, a TPU v5p writes a copy. Even and odd numbers, which share a byte, meet even
+and odd columns of the rows. A group's scale reaches the lanes of its codes by a product with a matrix of zeros and
+ones, which is exact.
 
 Few rows only: many make the product the longer part, and each tile of them would open every code again.
 """
@@ -20,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxinfer.arrays.formats import Format
-from jaxinfer.arrays.quantized import Quantized
+from jaxinfer.arrays.quantized import InStack, Quantized
 
 MOST_ROWS = 512
 OUT_TILE = 256
@@ -35,7 +36,8 @@ def multiply_tpu(
     """Multiplies rows by codes of 4 bits in groups.
 
     Args:
-      x: ``[M, in]`` in the dtype that products are made in. w: ``[out, in]``. out: dtype of the result.
+      x: ``[M, in]`` in the dtype that products are made in. w: ``[out, in]``, its codes alone or `InStack`.
+      out: dtype of the result.
       interpret: what `pallas_call` takes: True runs the kernel in XLA, on any backend.
 
     Returns:
@@ -43,7 +45,8 @@ def multiply_tpu(
     """
     if not isinstance(w, Quantized) or w.format.bits != 4 or w.format.group is None or len(x) > MOST_ROWS:
         return None
-    y = _call(x, w, interpret)[: len(x)]
+    is_done = w.outer is None and w.offset is None
+    y = _call(x, w, out if is_done else jnp.dtype(jnp.float32), interpret)[: len(x)]
     if w.outer is not None:
         y = y * w.outer.T
     if w.offset is not None:
@@ -52,28 +55,33 @@ def multiply_tpu(
     return y.astype(out)
 
 
-def _call(x: jax.Array, w: Quantized, interpret: Any) -> jax.Array:
-    """Returns rows times codes and scales, float32."""
+def _call(x: jax.Array, w: Quantized, out: jnp.dtype, interpret: Any) -> jax.Array:
+    """Returns rows times codes and scales."""
     num_out, num_bytes = w.values.shape
+    in_stack = isinstance(w.values, InStack)
+    layers, layer = (w.values.stack, w.values.index) if in_stack else (w.values[None], 0)
     M = -(-len(x) // 16) * 16
     step = _tile(num_bytes, w.scale.shape[1])
     tiles = num_bytes // step
     x = jnp.pad(x, ((0, M - len(x)), (0, 0)))
     scale = _multipliers(w).T.reshape(tiles, -1, num_out)
-    rows = pl.BlockSpec((M, step), lambda o, i: (0, i))
+    rows = pl.BlockSpec((M, step), lambda o, i, _: (0, i))
+    tile = min(OUT_TILE, num_out)
+    size = num_out * num_bytes + sum(part.nbytes for part in (w.scale, w.offset, w.outer) if part is not None)
     y = pl.pallas_call(
         functools.partial(_kernel, fmt=w.format),
-        out_shape=jax.ShapeDtypeStruct((M, num_out), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((M, num_out), out),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=0,
+            num_scalar_prefetch=1,
             grid=(-(-num_out // OUT_TILE), tiles),
             in_specs=[
                 rows,
                 rows,
-                pl.BlockSpec((min(OUT_TILE, num_out), step), lambda o, i: (o, i)),
-                pl.BlockSpec((1, scale.shape[1], min(OUT_TILE, num_out)), lambda o, i: (i, 0, o)),
+                pl.BlockSpec((None, tile, step), lambda o, i, layer: (layer[0], o, i)),
+                pl.BlockSpec((1, scale.shape[1], tile), lambda o, i, _: (i, 0, o)),
             ],
-            out_specs=pl.BlockSpec((M, min(OUT_TILE, num_out)), lambda o, i: (0, o)),
+            out_specs=pl.BlockSpec((M, tile), lambda o, i, _: (0, o)),
+            scratch_shapes=[pltpu.VMEM((M, tile), jnp.float32)],
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
@@ -81,11 +89,11 @@ def _call(x: jax.Array, w: Quantized, interpret: Any) -> jax.Array:
         cost_estimate=pl.CostEstimate(
             flops=4 * M * num_out * num_bytes,
             transcendentals=0,
-            bytes_accessed=w.nbytes + x.size * x.dtype.itemsize + 4 * M * num_out,
+            bytes_accessed=size + x.size * x.dtype.itemsize + out.itemsize * M * num_out,
         ),
         interpret=interpret,
         name="multiply_codes",
-    )(x[:, ::2], x[:, 1::2], w.values, scale)
+    )(jnp.asarray(layer, jnp.int32)[None], x[:, ::2], x[:, 1::2], layers, scale)
     return y
 
 
@@ -110,17 +118,17 @@ def _multipliers(w: Quantized) -> jax.Array:
     return w.scale if w.scale.dtype == jnp.bfloat16 else w.scale.astype(jnp.float32)
 
 
-def _kernel(even, odd, codes, scale, y_ref, *, fmt: Format) -> None:
+def _kernel(_, even, odd, codes, scale, y_ref, sum_ref, *, fmt: Format) -> None:
     """Adds a tile of inputs to a tile of outputs.
 
     Args:
       even, odd: ``[M, bytes]`` columns of rows. codes: ``[outputs, bytes]``. scale: ``[1, groups, outputs]``.
-      y_ref: ``[M, outputs]`` float32.
+      y_ref: ``[M, outputs]``. sum_ref: the same in float32.
     """
 
     @pl.when(pl.program_id(1) == 0)
     def _():
-        y_ref[...] = jnp.zeros(y_ref.shape, jnp.float32)
+        sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
 
     groups, step = scale.shape[1], codes.shape[1]
     shape = (groups, step)
@@ -130,7 +138,11 @@ def _kernel(even, odd, codes, scale, y_ref, *, fmt: Format) -> None:
     bits = codes[...].astype(jnp.int32)
     for plane, rows in enumerate((even, odd)):
         number = _open(bits, fmt, plane).astype(jnp.float32) * spread
-        y_ref[...] += _product(rows[...], number.astype(rows.dtype), 1, 1)
+        sum_ref[...] += _product(rows[...], number.astype(rows.dtype), 1, 1)
+
+    @pl.when(pl.program_id(1) + 1 == pl.num_programs(1))
+    def _():
+        y_ref[...] = sum_ref[...].astype(y_ref.dtype)
 
 
 def _open(bits, fmt: Format, plane: int):
