@@ -122,7 +122,9 @@ def _bytes_of(module: Module, computation: Computation, i: Instruction) -> float
     operands = computation.operands_of(i)
     results = i.arrays
     if (said := _estimated(i, "bytes_accessed")) is not None:
-        return said
+        # It cannot know what XLA brought onto the chip before: that was counted when it came.
+        near = [a for each in (*operands, i) for a in each.arrays if a.space]
+        return max(0.0, said - sum(a.size * a.bits / 8 for a in near))
     if i.opcode == "copy-start":
         return results[0].num_bytes + results[1].num_bytes
     if (inner := fused(module, i)) is not None:

@@ -98,6 +98,26 @@ class StepReport:
     copies: tuple[Copy, ...] = ()
     roles: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def arguments_ratio(self) -> float:
+        """Bytes of all arguments over those of weights and cache."""
+        return 1 + self.rest / (self.weights + self.cache)
+
+    @property
+    def moved_ratio(self) -> float:
+        """Bytes read and written over those of weights and cache."""
+        return self.cost.num_bytes / (self.weights + self.cache)
+
+    @property
+    def temporary_ratio(self) -> float:
+        """Bytes of temporary memory over those of weights."""
+        return self.temporary / self.weights
+
+    @property
+    def flops_ratio(self) -> float:
+        """Products over the model's."""
+        return self.cost.flops / self.model_flops
+
 
 def compile_step(
     cfg: ModelConfig,

@@ -136,6 +136,19 @@ ENTRY %main (p: s8[32,64], i: s32[]) -> {result} {{
     assert len(found) == ("32,64" in result)
 
 
+@pytest.mark.parametrize(("space", "moved"), [("", 0), (":S(1)", 32 * 64)], ids=["far", "near"])
+def test_a_kernel_moves_what_it_says_but_for_what_lies_on_the_chip(space: str, moved: int):
+    said = 'backend_config={"cost_estimate":{"flops":"7","bytes_accessed":"4096"}}'
+    text = f"""ENTRY %main (w: s8[32,64], x: bf16[8,64]) -> f32[8,32] {{
+  %w = s8[32,64]{{1,0{space}}} parameter(0)
+  %x = bf16[8,64]{{1,0}} parameter(1)
+  ROOT %y = f32[8,32]{{1,0}} custom-call(%x, %w), {said}
+}}
+"""
+    cost = measure(parse(text))
+    assert (cost.flops, cost.num_bytes) == (7, 4096 - moved)
+
+
 def test_text_without_a_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
         parse("HloModule nothing\n")
