@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,19 +12,19 @@ import jax
 
 from jaxinfer.arrays.account import tell_fitted, tell_weights
 from jaxinfer.arrays.backend import backend
+from jaxinfer.arrays.choose import choose_policy, warn_of_widening
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.arrays.quantized import is_quantized
 from jaxinfer.arrays.sharding import check_processes, num_shards, parse_mesh, spans_hosts
 from jaxinfer.arrays.specs import flatten_specs
 from jaxinfer.config import ModelConfig
-from jaxinfer.engine.budget import count_host_pages, device_memory_bytes, kv_pages, read_bytes
+from jaxinfer.engine.budget import choose_preemption, count_host_pages, kv_pages, read_bytes
 from jaxinfer.engine.calls import Buckets
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.host_pages import HostPages
 from jaxinfer.engine.hosts import Hosts, current_hosts
 from jaxinfer.engine.leading import BUILD, STEP, LeadingRunner, read_step
 from jaxinfer.engine.runner import DeviceRunner
-from jaxinfer.hardware import describe_device, has_native_bfloat16
 from jaxinfer.kernels.attention.api import choose_attention
 from jaxinfer.kernels.matmul.api import choose_matmul
 from jaxinfer.kernels.native.machine import keep_code
@@ -36,79 +36,19 @@ from jaxinfer.run_config import RunConfig
 from jaxinfer.schedule.limits import PreemptionMode, SchedulerConfig
 from jaxinfer.schedule.pages import PagePool
 from jaxinfer.schedule.shares import make_scheduler
+from jaxinfer.steps.bundle import Bundle
 from jaxinfer.steps.compiled import StepTable
 from jaxinfer.steps.keep import ExecutableStore
 from jaxinfer.steps.state import make_state, stack_params
 from jaxinfer.weights.fetch import default_cache_dir
-from jaxinfer.weights.model import Model, open_model
+from jaxinfer.weights.model import Model, Settle, open_model
 from jaxinfer.weights.records import from_json, to_json
 
 Say = Callable[[str], None]
 
 
-def choose_policy(text: str, converted: str | None = None) -> tuple[Policy, str]:
-    """Returns the policy of a run and the reason for it in words.
-
-    Args:
-      text: as the user gave it; what it leaves open takes the 16- or 32-bit format that the machine multiplies.
-      converted: the policy that a checkpoint of few bits was converted with, None for others.
-    """
-    backend = jax.default_backend()
-    if backend != "cpu":
-        base, why = "bfloat16", f"auto: {backend} multiplies bfloat16"
-    elif has_native_bfloat16():
-        base, why = "bfloat16", "auto: this processor multiplies bfloat16"
-    else:
-        base, why = "float32", "auto: this processor has no bfloat16 multiply"
-    if text != "auto":
-        return Policy.parse(text, base), "asked for"
-    if converted is not None:
-        return Policy.parse(converted, base), "auto: what the checkpoint was converted with"
-    return Policy.parse(base), why
-
-
-def warn_of_widening(policy: Policy) -> list[str]:
-    """Returns a line where a policy saves bytes but no time: XLA's CPU backend widens codes at every step."""
-    if jax.default_backend() != "cpu" or policy.weights.is_plain or policy.act != "compute":
-        return []
-    words = ", act=int8 multiplies them as they lie" if policy.weights.is_integer else ""
-    return [f"a CPU widens {policy.weights} weights to {policy.compute} at every step{words}"]
-
-
 # Half of it, a chunk of 32, beside 8 decode rows takes 2 to 3 times as long as the rows alone on two cores.
 MIXED_TOKENS_CPU = 64
-
-
-def choose_preemption(
-    config: RunConfig, host_pages: int, page_bytes: int, num_weights: int
-) -> tuple[PreemptionMode, str]:
-    """Returns what becomes of rows that give way, and the reason in words.
-
-    Args:
-      config: the run. host_pages: that fit into the host's memory. page_bytes: over all layers.
-      num_weights: numbers of the model that multiply, each twice a token.
-
-    Raises:
-      ValueError: swapping without memory to swap to.
-    """
-    if config.preemption_mode == "swap" and not host_pages:
-        raise ValueError(
-            "preemption_mode: swap needs memory of the host; set host_cache_bytes, or take recompute"
-        )
-    if config.preemption_mode == "recompute":
-        return "recompute", "asked for"
-    if config.preemption_mode == "swap":
-        return "swap", "asked for"
-    if not host_pages:
-        return "recompute", "auto: host_cache_bytes is 0"
-    device = describe_device(jax.default_backend(), jax.devices()[0].device_kind)
-    compute = 2 * num_weights * config.page_size / device.flops
-    move = 2 * page_bytes / device.host_bandwidth
-    mode = "swap" if move < compute else "recompute"
-    return (
-        mode,
-        f"auto: a page moves there and back in {1e3 * move:.2f} ms, is computed in {1e3 * compute:.2f} ms",
-    )
 
 
 def choose_buckets(config: RunConfig, max_len: int) -> Buckets:
@@ -148,8 +88,14 @@ def mixed_tokens(config: RunConfig) -> int | None:
     return min(most, config.max_num_batched_tokens) if most else None
 
 
-def plan_memory(config: RunConfig, cfg: ModelConfig, policy: Policy, say: Say) -> tuple[int, int]:
+def plan_memory(
+    config: RunConfig, cfg: ModelConfig, policy: Policy, say: Say, device_bytes: int | None = None
+) -> tuple[int, int]:
     """Returns the pages of the cache and the longest sequence, and says what the memory buys.
+
+    Args:
+      config: of one share of the rows. cfg: one device's share. policy: of the run. say: is told.
+      device_bytes: memory of a device that is not here, None for what is free on this process's.
 
     Raises:
       ValueError: a sequence longer than the model was made for, or a cache too small for one.
@@ -162,7 +108,7 @@ def plan_memory(config: RunConfig, cfg: ModelConfig, policy: Policy, say: Say) -
     Z = config.page_size
     each = page_bytes(cfg, policy, Z)
     for_one = -(-max_len // Z)
-    pages = kv_pages(config.kv_memory, each, for_one * config.max_num_seqs, for_one, device_memory_bytes())
+    pages = kv_pages(config.kv_memory, each, for_one * config.max_num_seqs, for_one, device_bytes)
     if pages < for_one:
         if config.max_model_len is not None:
             raise ValueError(
@@ -269,53 +215,112 @@ def follow(hosts: Hosts, say: Say = lambda line: None) -> None:
 def prepare(config: RunConfig, model: Model, say: Say) -> Prepared:
     """Loads a model, takes the memory and compiles the steps; see `build_engine`."""
     cfg = model.cfg
-    policy, reason = choose_policy(config.policy, model.policy)
-    say(f"model {model.name}: {cfg.family}, {cfg.num_layers} layers; policy {policy} ({reason})")
-    specs = param_specs(cfg)
-    policy.check_model([path for path, _ in flatten_specs(specs)], cfg.tied)
-    fitted = tell_fitted(specs, policy)
-    policy, notes = model.settle(policy)
-    for note in (*fitted, *notes, tell_weights(specs, policy), *warn_of_widening(policy)):
-        say(note)
-    layout, num_shares = lay_over_mesh(config, cfg, policy, say)
-    share, own = (layout.local if layout else cfg), take_share(config, num_shares)
-    num_pages, max_len = plan_memory(own, layout.share if layout else cfg, policy, say)
-    buckets = choose_buckets(own, max_len).times(num_shares)
-    store = open_store(config.compile_cache, say)
+    policy = settle_policy(config, cfg, model.settle, model.policy, say)
+    store = open_store(config, say)
     keep_code(store)
-    chosen, attention = pick_kernels(config, share, policy, layout.mesh.size if layout else 1, say)
-    static = Static(share, chosen, attention, max_len)
-    size = config.stack_size or default_stack_size(cfg)
-    sizes = stack_sizes(cfg, size, policy, layout.deal if layout else ())
+    laid = lay_run(config, cfg, policy, say)
+    layout, sizes, buckets = laid.layout, laid.sizes, laid.buckets
     if hosts := current_hosts():
-        hosts.require_same(policy=str(policy), pages=str(num_pages), steps=repr((static, sizes, buckets)))
-    rows = config.max_num_seqs, max_len
-    shapes, cache, slots = make_state(cfg, policy, sizes, (num_pages, config.page_size), rows, layout)
+        steps = repr((laid.static, sizes, buckets))
+        hosts.require_same(policy=str(policy), pages=str(laid.num_pages), steps=steps)
+    pages, rows = (laid.num_pages, config.page_size), (config.max_num_seqs, laid.max_len)
+    shapes, cache, slots = make_state(cfg, policy, sizes, pages, rows, layout)
     each = page_bytes(layout.whole if layout else cfg, policy, config.page_size)
     num_host_pages = count_host_pages(config.host_cache_bytes, each)
     num_weights = sum(w.size for w in jax.tree.leaves(shapes["stacks"], is_leaf=is_quantized))
-    preemption, why = choose_preemption(config, num_host_pages, each, num_weights)
+    wanted = config.preemption_mode, config.page_size
+    preemption, why = choose_preemption(*wanted, num_host_pages, each, num_weights)
     if num_host_pages:
         say(f"host cache: {num_host_pages} pages; preemption by {preemption} ({why})")
-    table = StepTable(static, shapes, cache, slots, store, layout.mesh if layout else None)
-    extras = ["recall"] if config.enable_prefix_caching or num_host_pages else []
-    extras += ["copies"] if num_host_pages else []
+    table = StepTable(laid.static, shapes, cache, slots, store, layout.mesh if layout else None)
     with ThreadPoolExecutor(1) as pool:  # shapes are enough to compile: weights are read meanwhile
-        compiling = pool.submit(table.compile, buckets.shapes(), config.draws, say, extras)
+        compiling = pool.submit(table.compile, buckets.shapes(), config.draws, say, extras_of(config))
         params = stack_params(model.load(policy, layout, None), sizes, layout)
         compiling.result()
-    host_pages = HostPages(num_host_pages, copy_widths(cache), num_pages, table) if num_host_pages else None
+    room = copy_widths(cache), laid.num_pages, table
+    host_pages = HostPages(num_host_pages, *room) if num_host_pages else None
     state = params, cache, slots, table, buckets, host_pages
-    return Prepared(state, num_pages, num_shares, max_len, num_host_pages, preemption)
+    return Prepared(state, laid.num_pages, laid.num_shares, laid.max_len, num_host_pages, preemption)
 
 
-def lay_over_mesh(config: RunConfig, cfg: ModelConfig, policy: Policy, say: Say) -> tuple[Layout | None, int]:
+def settle_policy(
+    config: RunConfig, cfg: ModelConfig, settle: Settle, converted: str | None, say: Say
+) -> Policy:
+    """Returns a run's policy with the very format of every parameter, and says what was chosen and why.
+
+    Args:
+      config: the run. cfg: the model. settle, converted: see `Model`. say: is told.
+    """
+    policy, reason = choose_policy(config.policy, converted)
+    say(f"model {config.model}: {cfg.family}, {cfg.num_layers} layers; policy {policy} ({reason})")
+    specs = param_specs(cfg)
+    policy.check_model([path for path, _ in flatten_specs(specs)], cfg.tied)
+    fitted = tell_fitted(specs, policy)
+    policy, notes = settle(policy)
+    for note in (*fitted, *notes, tell_weights(specs, policy), *warn_of_widening(policy)):
+        say(note)
+    return policy
+
+
+class Laid(NamedTuple):
+    """A run as it lies on its devices before anything of it is there; alike on every host.
+
+    Attributes:
+      layout: over its mesh, None for one device. num_shares: of the rows.
+      static: what steps are compiled for. sizes: layers in each stack. buckets: shapes of steps.
+      num_pages: P, of each share. max_len: the longest sequence.
+    """
+
+    layout: Layout | None
+    num_shares: int
+    static: Static
+    sizes: tuple[int, ...]
+    buckets: Buckets
+    num_pages: int
+    max_len: int
+
+
+def lay_run(
+    config: RunConfig,
+    cfg: ModelConfig,
+    policy: Policy,
+    say: Say,
+    devices: Sequence[Any] | None = None,
+    device_bytes: int | None = None,
+) -> Laid:
+    """Returns how a run lies on its devices, and says what was chosen and why.
+
+    Args:
+      config: the run. cfg: the model. policy: settled. say: is told.
+      devices, device_bytes: those that are compiled for, and the memory of one; None for this process's.
+    """
+    layout, num_shares = lay_over_mesh(config, cfg, policy, say, devices)
+    share, own = (layout.local if layout else cfg), take_share(config, num_shares)
+    num_pages, max_len = plan_memory(own, layout.share if layout else cfg, policy, say, device_bytes)
+    buckets = choose_buckets(own, max_len).times(num_shares)
+    chosen, attention = pick_kernels(config, share, policy, layout.mesh.size if layout else 1, say)
+    size = config.stack_size or default_stack_size(cfg)
+    sizes = tuple(stack_sizes(cfg, size, policy, layout.deal if layout else ()))
+    static = Static(share, chosen, attention, max_len)
+    return Laid(layout, num_shares, static, sizes, buckets, num_pages, max_len)
+
+
+def extras_of(config: RunConfig) -> list[str]:
+    """Returns what a run's requests need beside steps and draws; see `StepTable.compile`."""
+    has_host_pages = read_bytes("host_cache_bytes", config.host_cache_bytes) > 0
+    extras = ["recall"] if config.enable_prefix_caching or has_host_pages else []
+    return extras + ["copies"] * has_host_pages
+
+
+def lay_over_mesh(
+    config: RunConfig, cfg: ModelConfig, policy: Policy, say: Say, devices: Sequence[Any] | None = None
+) -> tuple[Layout | None, int]:
     """Returns how a model lies over a run's mesh, None for one device, and into how many shares its rows are cut.
 
     Raises:
       ValueError: a mesh that there is not, or that the model or the run cannot have, and why.
     """
-    mesh = parse_mesh(config.mesh)
+    mesh = parse_mesh(config.mesh, devices)
     check_processes(mesh, config.mesh)
     if spans_hosts(mesh) and read_bytes("host_cache_bytes", config.host_cache_bytes):
         raise ValueError(
@@ -373,13 +378,13 @@ def scheduler_config(
     )
 
 
-def open_store(compile_cache: bool | str, say: Say) -> ExecutableStore | None:
-    """Returns where a run keeps its executables; see `RunConfig.compile_cache`."""
-    if compile_cache is False or compile_cache == "":
+def open_store(config: RunConfig, say: Say) -> ExecutableStore | None:
+    """Returns where a run has its executables: its bundle, or where it keeps them between runs."""
+    if config.bundle:
+        return Bundle(Path(config.bundle).expanduser())
+    if not (kept := config.compile_cache):
         return None
-    folder = (
-        default_cache_dir() / "executables" if compile_cache is True else Path(compile_cache).expanduser()
-    )
+    folder = default_cache_dir() / "executables" if kept is True else Path(kept).expanduser()
     return ExecutableStore(folder, say)
 
 

@@ -11,6 +11,7 @@ import types
 import typing
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 from tqdm import tqdm
@@ -24,6 +25,7 @@ from jaxinfer.engine.intake import Prompt, Prompts, read_prompts
 from jaxinfer.engine.outputs import Delta, RequestOutput
 from jaxinfer.schedule.request import Pooling
 from jaxinfer.schedule.sampling_params import SamplingParams
+from jaxinfer.steps.bundle import read_manifest
 from jaxinfer.text import Tokenizer, encode_chat
 from jaxinfer.text.windows import cut_windows
 from jaxinfer.weights.model import Model, open_model
@@ -51,7 +53,7 @@ NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
 
 
 def read_run_config(given: Mapping[str, Any]) -> RunConfig:
-    """Returns the run that keyword arguments describe, by our names or vLLM's.
+    """Returns the run that keyword arguments describe, by our names or vLLM's; the rest is its bundle's, if it has one.
 
     Raises:
       ValueError: a name that is unknown, not served or given twice, or a value of the wrong type.
@@ -73,6 +75,9 @@ def read_run_config(given: Mapping[str, Any]) -> RunConfig:
             allowed, instead = NEUTRAL[name]
             only = f"only {' or '.join(map(repr, allowed))} is served" if allowed else "it is not served"
             raise ValueError(f"{name}: got {value!r}, but {only}{'; ' if instead else ''}{instead}")
+    if values.get("bundle"):
+        made_for = read_manifest(Path(values["bundle"]).expanduser())["run"]
+        values = {name: _typed(name, value, hints[name]) for name, value in made_for.items()} | values
     return RunConfig(**values)
 
 

@@ -44,6 +44,8 @@ class RunConfig:
       draws: what requests may ask for: ``greedy`` (the likeliest token, nothing else), ``sample`` (anything),
         ``score`` (prompt_logprobs), each of which takes a second to compile, and ``embed`` (pooling), which is cheap.
       compile_cache: keep executables between runs: in jaxinfer's cache folder, in a folder of this name, or False.
+      bundle: folder of executables that `jaxinfer compile --bundle` wrote: all are loaded from there and nothing is
+        compiled, or the run is refused; "" for none.
     """
 
     model: str = DEFAULT_MODEL
@@ -69,6 +71,7 @@ class RunConfig:
     prefill_buckets: tuple[tuple[int, int], ...] = ()
     draws: tuple[str, ...] = DRAWS
     compile_cache: bool | str = True
+    bundle: str = ""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "page_size", "num_decode_steps"):

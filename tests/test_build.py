@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +14,20 @@ from jaxinfer.build import (
     RunConfig,
     choose_buckets,
     choose_policy,
+    extras_of,
     mixed_tokens,
     plan_memory,
     warn_of_widening,
 )
+from jaxinfer.cli.settings import read_settings
 from jaxinfer.config import AttentionConfig, LayerKind, MlpConfig, ModelConfig, RopeConfig
 from jaxinfer.engine.budget import AUTO_KV_BYTES, count_host_pages, kv_pages
+from jaxinfer.llm import read_run_config
+from jaxinfer.model.stacks import Static
+from jaxinfer.steps.compiled import StepTable
+from tests.steps.kept_run import POLICY, TINY, make_state
 
+ROOT = Path(__file__).parents[1]
 GIB = 2**30
 CFG = ModelConfig(
     family="llama",
@@ -172,6 +180,20 @@ def test_an_accelerator_compiles_sixteen_executables_to_draw_tokens(monkeypatch:
     assert len(shapes) + 2 * len(rows) + len(("install", "recall")) == 16
     few = choose_buckets(RunConfig(max_num_seqs=3), 2048)
     assert few.decode == (3,)
+
+
+@pytest.mark.parametrize("name", ["gpu_8x", "tpu_v5e_8", "tpu_v5p_16", "tpu_v6e_8"])
+def test_an_accelerators_configuration_takes_at_most_sixteen_executables(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("jaxinfer.build.backend", lambda: name[:3])
+    run = read_settings(str(ROOT / "configs" / f"{name}.toml"), []).run
+    config = read_run_config(run)
+    assert config.mesh == "tensor=8"  # one share of the rows
+    assert config.max_model_len is not None
+    shapes = choose_buckets(config, config.max_model_len).shapes()
+    table = StepTable(Static(TINY, POLICY), *make_state(TINY))
+    assert 10 < len(table.lowerings(shapes, config.draws, extras_of(config))) <= 16
 
 
 def test_prefill_shapes_can_be_given():

@@ -6,15 +6,17 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from jaxinfer.arrays.quantized import Quantized
 from jaxinfer.config import ModelConfig
+from jaxinfer.model.decoder import param_specs
 from jaxinfer.weights.families import read_config
-from jaxinfer.weights.model import open_model
+from jaxinfer.weights.model import Settle, open_model
+from jaxinfer.weights.settle import Held, settle_formats
 from jaxinfer.weights.tensors import SourceKind, TensorInfo
 
 _LLAMA_3 = {
@@ -56,8 +58,25 @@ class Headers:
         raise KeyError(f"{self.path}: has no tensor {name}, only a configuration")
 
 
+class Described(NamedTuple):
+    """A model, of which there may be the configuration alone.
+
+    Attributes:
+      cfg: the decoder. settle, policy: see `Model`; without a checkpoint none of its weights lies in codes.
+    """
+
+    cfg: ModelConfig
+    settle: Settle
+    policy: str | None
+
+
 def read_model(name: str) -> ModelConfig:
-    """Returns what a model is.
+    """Returns what a model is; see `describe_model`."""
+    return describe_model(name).cfg
+
+
+def describe_model(name: str) -> Described:
+    """Returns what is known of a model without its weights.
 
     Args:
       name: a key of `PRESETS`, a config.json of Hugging Face's form, or any name that `open_model` takes.
@@ -65,9 +84,14 @@ def read_model(name: str) -> ModelConfig:
     Raises:
       ValueError: what is wrong with its configuration. FetchError: no such model.
     """
-    if name.lower() in PRESETS:
-        return read_config(Headers(Path(name), PRESETS[name.lower()]))[0]
     path = Path(name)
-    if path.suffix == ".json" and path.is_file():
-        return read_config(Headers(path.parent, json.loads(path.read_text(encoding="utf-8"))))[0]
-    return open_model(name).cfg
+    if name.lower() in PRESETS:
+        headers = Headers(path, PRESETS[name.lower()])
+    elif path.suffix == ".json" and path.is_file():
+        headers = Headers(path.parent, json.loads(path.read_text(encoding="utf-8")))
+    else:
+        model = open_model(name)
+        return Described(model.cfg, model.settle, model.policy)
+    cfg, _ = read_config(headers)
+    plain = Held("", is_coded=False, format=None)
+    return Described(cfg, lambda policy: settle_formats(policy, param_specs(cfg), lambda *_: plain), None)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,13 +24,12 @@ from jaxinfer.build import choose_buckets, default_stack_size, take_share
 from jaxinfer.config import ModelConfig
 from jaxinfer.kernels.attention.api import choose_attention
 from jaxinfer.kernels.matmul.api import choose_matmul
-from jaxinfer.model.cache import cache_shapes
-from jaxinfer.model.decoder import Static, param_specs, stack_sizes, stacked_shapes
-from jaxinfer.model.layout import describe_cache, describe_params, lay_out
+from jaxinfer.model.decoder import Static, param_specs, stack_sizes
+from jaxinfer.model.layout import lay_out
 from jaxinfer.run_config import RunConfig
 from jaxinfer.steps.compiled import Compiled, StepTable
 from jaxinfer.steps.shape import Shape
-from jaxinfer.steps.slots import init_slots
+from jaxinfer.steps.state import describe_state
 
 SERVED = ("greedy", "sample")  # draws of a serving run that neither scores prompts nor pools them
 _ROLES = {"matrix": "matrices", "embedding": "embedding", "head": "head"}
@@ -200,23 +197,14 @@ def describe_table(
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         deal = layout.deal if layout else ()
         sizes = stack_sizes(cfg, stack_size or default_stack_size(cfg), policy, deal)
-        pages = workload.rows * workload.width, workload.page_size
-        slots = jax.eval_shape(
-            lambda: init_slots(workload.rows, workload.context, cfg.vocab_size, num_shares=num_shares)
-        )
-        if layout is None:
-            params, cache = stacked_shapes(cfg, policy, sizes), cache_shapes(cfg, policy, sizes, *pages)
-            state = _place((params, cache, slots), NamedSharding(mesh, PartitionSpec()))
-        else:
-            params = describe_params(layout, cfg, policy, sizes)
-            cache = describe_cache(layout, policy, sizes, *pages)
-            state = params, cache, _place(slots, layout.sharding("rows"))
+        pages = workload.rows // num_shares * workload.width, workload.page_size
+        over = layout or NamedSharding(mesh, PartitionSpec())
+        state = describe_state(cfg, policy, sizes, pages, (workload.rows, workload.context), over)
         own = layout.local if layout else cfg
         policy = replace(policy, matmul=choose_matmul("auto", policy, mesh.size)[0])
         chosen, _ = choose_attention(attention, own.attention, policy, mesh.size)
         static = Static(own, policy, chosen, workload.context)
-        params, cache, slots = state
-        return StepTable(static, params, cache, slots, mesh=mesh if layout else None), state
+        return StepTable(static, *state, mesh=mesh if layout else None), state
 
 
 def compile_table(
@@ -239,22 +227,11 @@ def compile_table(
         page_size=workload.page_size,
     )
 
-    def build(name: str) -> Compiled:
-        began = time.perf_counter()
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # of this thread
-            call = wanted[name]().compile()
-        memory = call.memory_analysis()
-        temporary = int(memory.temp_size_in_bytes) if memory is not None else 0
-        made = Compiled(call, time.perf_counter() - began, temporary)
-        say(f"{name}: {made}")
-        return made
-
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         own = take_share(config, table.num_shares)
         shapes = choose_buckets(own, workload.context).times(table.num_shares).shapes()
-    wanted = table.lowerings(shapes, SERVED, ("recall",))
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        return dict(zip(wanted, pool.map(build, wanted), strict=True))
+        table.compile(shapes, SERVED, say, ("recall",))
+    return table.executables
 
 
 def cut_share(tree: Any) -> Any:
@@ -313,11 +290,6 @@ def _leaves(params: Any) -> Iterable[tuple[Any, Any]]:
 
 def _last(path: str) -> str:
     return ".".join(path.split(".")[-2:])
-
-
-def _place(tree: Any, sharding: NamedSharding) -> Any:
-    """Returns descriptions of arrays with a sharding."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
 
 
 def _context_trips(module: hlo.Module, cache: Any, workload: Workload, num_shares: int) -> float:

@@ -159,6 +159,7 @@ def open_target(target: Target) -> Sequence[Any]:
     ):
         os.environ.setdefault(name, value)
     name = "x".join(map(str, target.topology))
+    options: dict[str, Any]
     try:
         if target.platform == "gpu":
             return topologies.get_topology_desc(
@@ -166,11 +167,15 @@ def open_target(target: Target) -> Sequence[Any]:
             ).devices
         if target.topology == (1,):
             sides = "1x1" if target.chip in ("v5e", "v6e") else "1x1x1"
-            options: dict[str, Any] = {"chips_per_host_bounds": [1, 1, 1]}
+            options = {"chips_per_host_bounds": [1, 1, 1]}
             return topologies.get_topology_desc(
                 platform="tpu", topology_name=f"{target.chip}:{sides}", **options
             ).devices
-        return topologies.get_topology_desc(platform="tpu", topology_name=f"{target.chip}:{name}").devices
+        # Eight chips of these are one host's; else libtpu takes four a host.
+        options = {"chips_per_host_bounds": [2, 4, 1]} if target.topology == (2, 4) else {}
+        return topologies.get_topology_desc(
+            platform="tpu", topology_name=f"{target.chip}:{name}", **options
+        ).devices
     except (RuntimeError, ValueError, NotImplementedError) as error:
         needs = "libtpu" if target.platform == "tpu" else "jax-cuda13-plugin"
         raise ValueError(

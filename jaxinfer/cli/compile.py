@@ -6,9 +6,11 @@ import dataclasses
 import json
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from jaxinfer.cli.flags import CommandFlags, UsageError
 from jaxinfer.cli.progress import say
+from jaxinfer.cli.settings import read_settings
 
 
 def make_flags() -> CommandFlags:
@@ -19,9 +21,11 @@ def make_flags() -> CommandFlags:
         (
             "--target tpu:v6e:2x4 --model llama-3-70b --mesh tensor=8 --policy w8a16,kv8",
             "--target gpu:h100 --model my-model/config.json --rows 32 --context 8192 --json",
+            "--target cpu --config configs/serve.toml --bundle smollm2.bundle",
         ),
     )
-    flags.add("target", "PLATFORM:CHIP:TOPOLOGY", "the devices: tpu:v6e:2x4, tpu:v5p:1, gpu:h100:8")
+    about = "the devices: tpu:v6e:2x4, tpu:v5p:1, gpu:h100:8; cpu, this machine, for a bundle"
+    flags.add("target", "PLATFORM:CHIP:TOPOLOGY", about)
     flags.add("mesh", "AXIS=N,..", "how they share the model, such as tensor=8 (one of them has it all)")
     flags.add_model()
     flags.add("rows", "N", "sequences that decode together (64)", "integer", lower_bound=1)
@@ -33,6 +37,9 @@ def make_flags() -> CommandFlags:
     flags.add(
         "table", "", "compile every step that serving would, and count them and their seconds", "switch"
     )
+    about = "write the executables of a run to a new folder, from which serve, generate and LLM load them (--bundle)"
+    flags.add("bundle", "DIR", about)
+    flags.add_settings()
     flags.add("json", "", "write one JSON object", "switch")
     return flags
 
@@ -42,6 +49,10 @@ def main(args: Sequence[str]) -> int:
     flags = make_flags()
     if not flags.parse(args):
         return 0
+    if flags["bundle"] is not None:
+        return _write_bundle(flags)
+    if flags["config"] or flags["set"]:
+        raise UsageError("--config and --set choose the run of --bundle; without it give --model and its kin")
     if flags["target"] is None or flags["model"] is None:
         raise UsageError("give --target, the devices, and --model, a name or a config.json")
     import jax
@@ -88,3 +99,43 @@ def main(args: Sequence[str]) -> int:
         steps = {"jax": jax.__version__, "steps": {name: describe_step(r) for name, r in reports.items()}}
         print(json.dumps(head | steps | record))
     return 0 if fits else 1
+
+
+def _write_bundle(flags: CommandFlags) -> int:
+    """Compiles the run that the settings choose into a bundle."""
+    run = read_settings(flags["config"], flags["set"]).run
+    named = {
+        **{name: name for name in ("model", "policy", "mesh")},
+        "rows": "max_num_seqs",
+        "context": "max_model_len",
+        "prefill": "max_num_batched_tokens",
+        "page_size": "page_size",
+    }
+    run |= {ours: flags[name] for name, ours in named.items() if flags[name] is not None}
+    if flags["target"] is None or "model" not in run:
+        raise UsageError("give --target, the devices, and --model or a --config that names one")
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # see main
+    from jaxinfer.aot.bundle import write_bundle
+    from jaxinfer.aot.models import describe_model
+    from jaxinfer.aot.table import describe_executables, tell_table
+    from jaxinfer.aot.targets import Target, open_target
+    from jaxinfer.llm import read_run_config
+
+    config = read_run_config({**run, "bundle": ""})
+    devices, memory = jax.devices(), None
+    if flags["target"] != "cpu":
+        target = Target.parse(flags["target"])
+        devices, memory = open_target(target), int(target.described.memory_bytes)
+    began = time.perf_counter()
+    folder = Path(flags["bundle"]).expanduser()
+    made = write_bundle(folder, config, describe_model(config.model), devices, memory, say)
+    seconds = time.perf_counter() - began
+    if flags["json"]:
+        record = {"bundle": str(folder), "target": flags["target"], "jax": jax.__version__}
+        print(json.dumps(record | {"executables": describe_executables(made, seconds)}))
+    else:
+        print(tell_table(made, seconds))
+        print(f"bundle {folder}: {sum(file.stat().st_size for file in folder.iterdir()) / 2**20:.1f} MiB")
+    return 0

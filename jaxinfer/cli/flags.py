@@ -79,6 +79,11 @@ class CommandFlags:
         self.add("process_id", "I", about, "integer", lower_bound=0)
         self.add("coordinator", "HOST:PORT", "where process 0 is, and a port that is free there")
 
+    def add_bundle(self) -> None:
+        """Adds the flag that names a bundle to run from."""
+        about = "run from what jaxinfer compile --bundle wrote, and compile nothing; the same as run.bundle"
+        self.add("bundle", "DIR", about)
+
     def add_settings(self) -> None:
         """Adds the flags that reach every setting."""
         self.add("config", "FILE.toml", "settings in sections; configs/ holds some to start from")

@@ -40,6 +40,7 @@ def make_flags() -> CommandFlags:
     flags.add("seed", "N", "makes the draw reproducible", "integer")
     flags.add_model()
     flags.add_hosts()
+    flags.add_bundle()
     flags.add_settings()
     return flags
 

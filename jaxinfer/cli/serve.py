@@ -49,6 +49,7 @@ def make_flags() -> CommandFlags:
     flags.add("max_num_seqs", "ROWS", "requests that run at once", "integer", lower_bound=1)
     flags.add("drain", "SECONDS", "for running requests after SIGTERM (default 30)", "number", lower_bound=0)
     flags.add_hosts()
+    flags.add_bundle()
     flags.add_settings()
     return flags
 

@@ -44,6 +44,7 @@ RUN_SECTIONS: dict[str, dict[str, str]] = {
         "prefill_buckets": "prefill_buckets",
         "draws": "draws",
         "compile_cache": "compile_cache",
+        "bundle": "bundle",
     },
 }
 CHAT_KEYS = ("system", "template", "template_kwargs")
@@ -59,6 +60,7 @@ _TEXTS = {
     "run.attention",
     "run.matmul",
     "run.mesh",
+    "run.bundle",
     "chat.system",
     "chat.template",
 }

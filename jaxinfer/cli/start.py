@@ -25,10 +25,18 @@ _LEAST_LEN = 512
 
 
 def settings_of(flags: CommandFlags) -> Settings:
-    """Returns what the configuration file, `--set` and the flags choose, the later over the earlier."""
+    """Returns what the configuration file, `--set` and the flags choose, the later over the earlier.
+
+    What they leave open of a run is its bundle's, where they name one.
+    """
     settings = read_settings(flags["config"], flags["set"])
-    named = [name for name in ("model", "policy", "mesh") if name in flags and flags[name] is not None]
+    names = ("model", "policy", "mesh", "bundle")
+    named = [name for name in names if name in flags and flags[name] is not None]
     settings.run.update({name: flags[name] for name in named})
+    if bundle := settings.run.get("bundle"):
+        from jaxinfer.steps.bundle import read_manifest  # jax takes a second to import
+
+        settings.run.update({**read_manifest(Path(bundle).expanduser())["run"], **settings.run})
     return settings
 
 
@@ -151,6 +159,7 @@ def open_llm(settings: Settings, model: Model | None = None, **fitted: Any) -> L
     """
     from jaxinfer.llm import LLM
 
+    fitted = {} if settings.run.get("bundle") else fitted  # a bundle is of one run
     return LLM(say=say, **{**fitted, **settings.run, "model": model or open_model_of(settings)})
 
 

@@ -7,14 +7,17 @@ import re
 import jax
 
 from jaxinfer.engine.hosts import current_hosts
-from jaxinfer.hardware import host_memory_bytes
+from jaxinfer.hardware import describe_device, host_memory_bytes
+from jaxinfer.schedule.limits import PreemptionMode
 
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 # What `auto` takes of any device, or one request at full length where that is more.
 AUTO_KV_BYTES = 512 * 2**20
 
 
-def kv_pages(text: str, bytes_a_page: int, pages_for_all: int, pages_for_one: int, device_bytes: int) -> int:
+def kv_pages(
+    text: str, bytes_a_page: int, pages_for_all: int, pages_for_one: int, device_bytes: int | None = None
+) -> int:
     """Returns how many pages a memory budget buys.
 
     Args:
@@ -22,11 +25,13 @@ def kv_pages(text: str, bytes_a_page: int, pages_for_all: int, pages_for_one: in
       bytes_a_page: over all layers.
       pages_for_all: that ``max_num_seqs`` requests of full length need; never more are taken unless asked for.
       pages_for_one: that one such request needs.
-      device_bytes: memory of the device that is free.
+      device_bytes: memory of the device that is free; None asks this process's.
 
     Raises:
       ValueError: not one of these forms, or less than a page.
     """
+    if device_bytes is None:
+        device_bytes = device_memory_bytes()
     if text == "auto":
         wanted = max(AUTO_KV_BYTES // bytes_a_page, pages_for_one)
         return max(1, min(wanted, pages_for_all, device_bytes // 2 // bytes_a_page))
@@ -72,6 +77,39 @@ def count_host_pages(text: str | int, bytes_a_page: int) -> int:
             f"host_cache_bytes: got {text!r}, less than one page of {bytes_a_page} bytes; give at least that, or 0"
         )
     return budget // bytes_a_page
+
+
+def choose_preemption(
+    mode: str, page_size: int, host_pages: int, page_bytes: int, num_weights: int
+) -> tuple[PreemptionMode, str]:
+    """Returns what becomes of rows that give way, and the reason in words.
+
+    Args:
+      mode: ``auto``, ``recompute`` or ``swap``, as the run asks. page_size: Z.
+      host_pages: that fit into the host's memory. page_bytes: over all layers.
+      num_weights: numbers of the model that multiply, each twice a token.
+
+    Raises:
+      ValueError: swapping without memory to swap to.
+    """
+    if mode == "swap" and not host_pages:
+        raise ValueError(
+            "preemption_mode: swap needs memory of the host; set host_cache_bytes, or take recompute"
+        )
+    if mode == "recompute":
+        return "recompute", "asked for"
+    if mode == "swap":
+        return "swap", "asked for"
+    if not host_pages:
+        return "recompute", "auto: host_cache_bytes is 0"
+    device = describe_device(jax.default_backend(), jax.devices()[0].device_kind)
+    compute = 2 * num_weights * page_size / device.flops
+    move = 2 * page_bytes / device.host_bandwidth
+    chosen: PreemptionMode = "swap" if move < compute else "recompute"
+    return (
+        chosen,
+        f"auto: a page moves there and back in {1e3 * move:.2f} ms, is computed in {1e3 * compute:.2f} ms",
+    )
 
 
 def device_memory_bytes() -> int:

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from jaxinfer.model.decoder import Static
 from jaxinfer.model.stages import Flow, plan_flow
 from jaxinfer.schedule.sampling_params import DRAWS
 from jaxinfer.steps.embed import embed_prompt
-from jaxinfer.steps.keep import ExecutableStore, devices_of, key_of
+from jaxinfer.steps.keep import ExecutableStore, announce, devices_of
 from jaxinfer.steps.shape import Shape
 from jaxinfer.steps.slots import install_row, recall_history
 from jaxinfer.steps.steps import (
@@ -110,15 +110,17 @@ class StepTable:
           say: is told of each finished executable.
           extras: of `EXTRAS`: ``recall`` where prefixes are found again, ``copies`` where pages move to the host.
         """
-        shapes = list(shapes)
+        shapes, around = list(shapes), jax.sharding.get_abstract_mesh()
         flows = {str(shape): f"; {self.flow(shape)}" for shape in shapes if self.num_stages > 1}
         every = self.lowerings(shapes, draws, extras)
         wanted = {name: make for name, make in every.items() if name not in self.executables}
-        places = [device.id for device in self._devices or ()]
-        described = repr((self.static, self._state, places))
+        keys: dict[str, str] = {}
+        if self._store and self._devices:
+            keys = announce(self._store, wanted, self.static, self._state, self._mesh, self._devices)
 
         def build(name: str) -> tuple[str, Compiled]:
-            return name, self._load_or_compile(key_of(name, described), wanted[name])
+            with nullcontext() if around.empty else jax.sharding.use_abstract_mesh(around):  # of this thread
+                return name, self._load_or_compile(keys.get(name, ""), wanted[name])
 
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             for name, done in pool.map(build, wanted):

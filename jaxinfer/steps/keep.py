@@ -7,22 +7,28 @@ one that others own or may write to is not read. Nothing that comes with a check
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import pickle
 import platform
 import tempfile
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
+from jax.sharding import Mesh
 
+from jaxinfer.arrays.sharding import describe_mesh
 from jaxinfer.hardware import cpu_features
+from jaxinfer.model.stacks import Static
 
 Say = Callable[[str], None]
 T = TypeVar("T")
@@ -34,6 +40,19 @@ _SUFFIX = ".executable"
 _SOURCES = ("config.py", "hardware.py", "schedule/sampling_params.py", "arrays", "kernels", "model", "steps")
 # Environment that changes what is compiled.
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
+# jax's settings that change nothing of it, by how their names begin: where to run, what to log, where to keep files.
+_HARMLESS = (
+    *("jax_platforms", "jax_num_cpu_devices", "jax_enable_preemption_service", "jax_compilation_cache_"),
+    *(
+        "jax_enable_compilation_cache",
+        "jax_persistent_cache_",
+        "jax_log",
+        "jax_debug_log",
+        "jax_transfer_guard",
+    ),
+)
+# What compiles, where jaxlib does not: the packages whose version tells it.
+_COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-pjrt", "jax-cuda12-pjrt")}
 
 
 class ExecutableStore:
@@ -50,16 +69,16 @@ class ExecutableStore:
         self._folder, self._say, self._max_bytes = folder, say, max_bytes
         self._is_usable = self._open()
 
+    def expect(self, parts: Mapping[str, str], keys: Mapping[str, str]) -> None:
+        """Is told of a run before it loads: what its executables depend on, and their keys by name."""
+
     def load(self, key: str, devices: Sequence[Any]) -> jax.stages.Compiled | None:
         """Returns the executable that was saved under a key, or None.
 
         Args:
           key: from `key_of`. devices: that it runs on, in the order of their mesh.
         """
-        return self._read(
-            key,
-            lambda body: deserialize_and_load(*pickle.loads(body), execution_devices=devices),  # noqa: S301 (see above)
-        )
+        return self._read(key, lambda body: unpack(body, devices))
 
     def save(self, key: str, compiled: jax.stages.Compiled) -> None:
         """Keeps an executable, where its backend can serialise it."""
@@ -78,27 +97,35 @@ class ExecutableStore:
         if not self._is_usable or not path.exists():
             return None
         try:
-            content = path.read_bytes()
-            os.utime(path)
-            body = content[_DIGEST_BYTES:]
-            if hashlib.sha256(body).digest() != content[:_DIGEST_BYTES]:
-                raise ValueError("it is damaged")
-            return open_body(body)
+            return self._get(key, open_body)
         except Exception as error:
             self._say(f"kept executable {path} is compiled anew: {error or type(error).__name__}")
             return None
+
+    def _get(self, key: str, open_body: Callable[[bytes], T]) -> T:
+        """Returns what a file holds; errors of many kinds where it is missing, damaged or of another version."""
+        path = self._path(key)
+        content = path.read_bytes()
+        with suppress(OSError):  # a folder that may be read alone
+            os.utime(path)
+        body = content[_DIGEST_BYTES:]
+        if hashlib.sha256(body).digest() != content[:_DIGEST_BYTES]:
+            raise ValueError("it is damaged")
+        return open_body(body)
 
     def _write(self, key: str, make_body: Callable[[], bytes]) -> None:
         if not self._is_usable:
             return
         try:
-            body = make_body()
-            handle, unfinished = tempfile.mkstemp(_SUFFIX, dir=self._folder)
-            with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(body).digest() + body)
-            os.replace(unfinished, self._path(key))
+            self._put(key, make_body())
         except Exception as error:  # of many kinds, by backend; the run has its executable and goes on
             self._say(f"an executable is not kept in {self._folder}: {error or type(error).__name__}")
+
+    def _put(self, key: str, body: bytes) -> None:
+        handle, unfinished = tempfile.mkstemp(_SUFFIX, dir=self._folder)
+        with os.fdopen(handle, "wb") as file:
+            file.write(hashlib.sha256(body).digest() + body)
+        os.replace(unfinished, self._path(key))
 
     def trim(self) -> None:
         """Removes the executables that were not used for longest until the rest fits; other files are left alone."""
@@ -139,13 +166,20 @@ def _key_of_code(name: str) -> str:
     return key_of("native code", name, version("llvmlite"))
 
 
-def key_of(*parts: Any) -> str:
+def unpack(body: bytes, devices: Sequence[Any]) -> jax.stages.Compiled:
+    """Returns the executable that `ExecutableStore.save` packed, on some devices."""
+    return deserialize_and_load(*pickle.loads(body), execution_devices=devices)  # noqa: S301 (see above)
+
+
+def key_of(*parts: Any, device: Any = None) -> str:
     """Returns the key of an executable.
 
     Args:
-      parts: what tells it from the other executables of this machine, version and source, each by its ``repr``.
+      parts: what tells it from the other executables of this device, version and source, each by its ``repr``.
+      device: that it runs on, which need not be here; None for the default one.
     """
-    return hashlib.sha256("\n".join([_surroundings(), *map(repr, parts)]).encode()).hexdigest()
+    around = json.dumps(surroundings(jax.devices()[0] if device is None else device))
+    return hashlib.sha256("\n".join([around, *map(repr, parts)]).encode()).hexdigest()
 
 
 def devices_of(tree: Any) -> list[Any] | None:
@@ -164,19 +198,87 @@ def devices_of(tree: Any) -> list[Any] | None:
     return list(devices) if len(devices) == 1 else None
 
 
-@cache
-def _surroundings() -> str:
-    """Returns what every executable depends on: versions, devices, settings and the source of the steps."""
-    device = jax.devices()[0]
-    lines = [
-        f"{jax.__version__} {version('jaxlib')} {device.client.platform_version}",
-        f"{device.platform} {device.device_kind} {jax.device_count()} {jax.process_index()} {jax.process_count()}",
-        f"{platform.platform()} {platform.machine()} {sorted(cpu_features())}",
-        *(f"{name}={os.environ.get(name)}" for name in _FLAGS),
-        repr(sorted(jax.config.values.items())),
-        _source_digest(Path(__file__).parent.parent),
+def announce(
+    store: ExecutableStore,
+    names: Iterable[str],
+    static: Static,
+    state: tuple[Any, Any, Any],
+    mesh: Mesh | None,
+    devices: Sequence[Any],
+) -> dict[str, str]:
+    """Tells a store what a run's executables depend on, and returns their keys by name.
+
+    Args:
+      store: that they are to be in. names: of the executables. static: what they are compiled for.
+      state: weights, cache and slots, abstract. mesh: None for one device. devices: in the order of the mesh.
+
+    Raises:
+      BundleError: the store is a bundle for another run.
+    """
+    own = {
+        "mesh": "one device" if mesh is None else describe_mesh(mesh),
+        "places": describe_places(devices),
+        "attention": static.attention,
+        "context": repr(static.context),
+    }
+    for name, record in (("model", static.cfg), ("policy", static.policy)):
+        own |= {f"{name}.{part.name}": repr(getattr(record, part.name)) for part in fields(record)}
+    own |= dict(zip(("weights", "cache", "slots"), map(describe_arrays, state), strict=True))
+    keys = {name: key_of(name, own, device=devices[0]) for name in names}
+    store.expect(surroundings(devices[0]) | own, keys)
+    return keys
+
+
+def describe_arrays(tree: Any) -> str:
+    """Returns a tree of arrays, or of their descriptions, in words: how many of each kind, and a digest of it whole."""
+    leaves = [
+        f"{leaf.dtype}{list(leaf.shape)}"
+        + (f" over {spec}" if any(spec := getattr(leaf.sharding, "spec", ())) else "")
+        for leaf in jax.tree.leaves(tree)
     ]
-    return "\n".join(lines)
+    digest = hashlib.sha256(repr((jax.tree.structure(tree), leaves)).encode()).hexdigest()[:16]
+    return ", ".join(f"{count} x {leaf}" for leaf, count in Counter(leaves).items()) + f"; digest {digest}"
+
+
+def describe_places(devices: Sequence[Any]) -> str:
+    """Returns where devices are, in their order: chips of a TPU by their places in the grid."""
+    if devices[0].platform == "tpu":
+        return repr([(*device.coords, device.core_on_chip) for device in devices])
+    return repr([device.id for device in devices])
+
+
+@cache
+def surroundings(device: Any) -> dict[str, str]:
+    """Returns what every executable for a device depends on, by name: versions, devices, settings, the steps' source.
+
+    Args:
+      device: of this process, or of a topology that is compiled for.
+    """
+    is_cpu = device.platform == "cpu"
+    packages = _COMPILERS.get(device.platform, ())
+    compilers = [f"{name} {found}" for name in packages if (found := _version_of(name))]
+    settings = {name: repr(value) for name, value in sorted(jax.config.values.items())}
+    return {
+        "platform": device.platform,
+        "device": device.device_kind,
+        "devices": str(device.client.device_count()),
+        "processes": f"{jax.process_index()} of {jax.process_count()}",
+        "jax": jax.__version__,
+        "jaxlib": version("jaxlib"),
+        "compiler": ", ".join(compilers) or device.client.platform_version,
+        # Of the host it matters only where the host computes.
+        "machine": f"{platform.system()} {platform.machine()} {sorted(cpu_features())}" if is_cpu else "",
+        **{name: os.environ.get(name, "") for name in _FLAGS},
+        **{name: value for name, value in settings.items() if not name.startswith(_HARMLESS)},
+        "source": _source_digest(Path(__file__).parent.parent),
+    }
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def _source_digest(package: Path) -> str:

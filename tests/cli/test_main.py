@@ -12,7 +12,8 @@ import jaxinfer.cli.generate
 from jaxinfer.cli.main import main
 from tests.cli.conftest import CommandLine
 
-HOST_FLAGS = {"mesh", "num_processes", "process_id", "coordinator"}  # of a run over several devices and hosts
+# Of a run over several devices and hosts, or from executables compiled ahead.
+HOST_FLAGS = {"mesh", "num_processes", "process_id", "coordinator", "bundle"}
 COMMANDS = ("generate", "score", "serve", "bench", "convert", "quantize")
 
 
