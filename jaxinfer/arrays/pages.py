@@ -18,6 +18,8 @@ from jaxinfer.arrays.rotation import hadamard
 
 # What coded numbers saturate at, far above any key: sums of them stay finite in float32.
 _LIMIT = 2.0**100
+# By how much scales that are fitted may move: then no number is off by more than five of its steps.
+_LEEWAY = 0.5
 _LANES = 128  # of a vector of a TPU
 
 
@@ -94,7 +96,7 @@ def from_slab(scales: jax.Array, fmt: Format, num_heads: int, head_dim: int, pag
     return tokens[..., :page_size, :width]
 
 
-def encode(x: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array | None]:
+def encode(x: jax.Array, fmt: Format, q: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
     """Returns numbers as they lie in pages: what overflows saturates and NaN is 0.
 
     A page outlives its request, and attention multiplies lanes that it masks by 0, which must give 0: so the numbers
@@ -103,6 +105,7 @@ def encode(x: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array | None]:
     Args:
       x: ``[..., K, H]``.
       fmt: of the pages.
+      q: ``[..., N, H]`` queries of the same tokens where ``x`` are keys, which scales of int4 are fitted to; else None.
 
     Returns:
       ``[..., values]`` and ``[..., scales]`` of `token_widths`, or None; both of `stored_dtype`.
@@ -117,6 +120,9 @@ def encode(x: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array | None]:
     grouped = x.reshape(*lead, -1, group_size(fmt, H))
     stored, scale = _choose_scales(grouped, fmt)
     codes = jnp.where(scale == 0, 0, grouped / jnp.where(scale == 0, 1, scale))
+    if q is not None and fmt.kind == "int4":
+        codes = _round_int4(codes)
+        stored = _fit_scales(codes.reshape(x.shape), scale.reshape(*lead, K, -1), x, q).reshape(*lead, -1)
     return _to_codes(codes.reshape(x.shape), fmt).reshape(*lead, -1), stored
 
 
@@ -249,6 +255,50 @@ def _choose_scales(x: jax.Array, fmt: Format) -> tuple[jax.Array, jax.Array]:
     return stored, (scale * 2 if fmt.kind in ("mxfp4", "nvfp4") else scale)[..., None]
 
 
+def _fit_scales(codes: jax.Array, scale: jax.Array, keys: jax.Array, q: jax.Array) -> jax.Array:
+    """Returns the stored scales of keys' codes that keep the scores of the same tokens' queries, as far as they can.
+
+    Queries of a head are alike: most of what they are is their mean. So what an error does to the query of its own
+    token it does to those that come later, and the errors of a head's groups can be had to cancel there: each scale in
+    turn, twice, is the one of least squares for the scores, and for the numbers themselves, which count as the scores
+    of queries of that size in all directions. Squared error of the attention layers' results, keys alone, SmolLM2:
+    12.6 thousandths before, 5.3 so, 5.6 after one turn.
+
+    Args:
+      codes: ``[..., K, H]``, whole. scale: ``[..., K, groups]``, by which they were made of ``keys``, ``[..., K, H]``.
+      q: ``[..., N, H]``.
+    """
+    *lead, K, H = keys.shape
+    groups = scale.shape[-1]
+    q = q.reshape(*lead, K, -1, H).astype(jnp.float32)
+    G = q.shape[-2]
+    c, k = codes[..., None, :], keys[..., None, :]
+    # Sums over groups as one product: XLA's CPU backend sums short rows a number at a time.
+    products = jnp.concatenate([c * q, k * q, q * q, c * c, c * k], -2)
+    own = np.repeat(np.eye(groups, dtype=np.float32), H // groups, 0)
+    sums = jnp.dot(products.reshape(-1, H), own, precision="highest").reshape(*products.shape[:-1], groups)
+    parts, wanted, sizes, squares, along = jnp.split(sums, (G, 2 * G, 3 * G, 3 * G + 1), -2)
+    weight = sizes.sum((-2, -1)) / H
+    left = (wanted - parts * scale[..., None, :]).sum(-1)  # [..., K, G]: what scores lack
+    now = [scale[..., i] for i in range(groups)]
+    fitted = now.copy()
+    for i in [*range(groups)] * 2:
+        part, old = parts[..., i], scale[..., i]
+        rest = left + part * now[i][..., None]
+        over = (part * rest).sum(-1) + weight * along[..., 0, i]
+        under = (part * part).sum(-1) + weight * squares[..., 0, i]
+        by = over / (under * old)
+        by = jnp.where(jnp.isfinite(by), by.clip(1 - _LEEWAY, 1 + _LEEWAY), 1)
+        fitted[i] = _to_bits((old * by).astype(jnp.bfloat16))
+        now[i] = read_scales(fitted[i], Format("int4"))
+        left = rest - part * now[i][..., None]
+    return jnp.stack(fitted, -1)
+
+
+def _round_int4(x: jax.Array) -> jax.Array:
+    return jnp.round(x).clip(-8, 7)
+
+
 def _to_codes(x: jax.Array, fmt: Format) -> jax.Array:
     """Returns numbers ``[..., H]`` that were divided by their scales as stored codes, saturated."""
     if fmt.bits == 8 and not fmt.is_integer:
@@ -258,7 +308,7 @@ def _to_codes(x: jax.Array, fmt: Format) -> jax.Array:
     if fmt.kind == "int8":
         return jnp.round(x).clip(-fmt.largest, fmt.largest).astype(jnp.int8)
     if fmt.kind == "int4":
-        code = jnp.round(x).clip(-8, 7).astype(jnp.int8)
+        code = _round_int4(x).astype(jnp.int8)
     else:
         # e2m1: steps of 1/2 up to 2, 1 up to 4, 2 up to 6; the quotient's parity is the code's, so ties go to even.
         size = jnp.abs(x).clip(0, fmt.largest)

@@ -156,14 +156,21 @@ def token_slots(
     return jnp.where(valid, slot, cache.num_pages * cache.page_size)
 
 
-def write_pages(cache: Pages, layer: jax.Array | int, slots: jax.Array, k: jax.Array, v: jax.Array) -> Pages:
+def write_pages(
+    cache: Pages,
+    layer: jax.Array | int,
+    slots: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    q: jax.Array | None = None,
+) -> Pages:
     """Writes new keys and values of one layer into their pages.
 
     Args:
       cache: the stack's pages; consumed (donate it to update in place).
       layer: index of the layer in its stack.
       slots: ``[M]`` from `token_slots`; out of range is dropped, never clamped onto a live page.
-      k: ``[M, K, H]`` keys. v: ``[M, K, H]`` values.
+      k: ``[M, K, H]`` keys. v: ``[M, K, H]`` values. q: ``[M, N, H]`` queries, which `encode` fits keys to; or None.
 
     Returns:
       The pages after the write.
@@ -182,8 +189,9 @@ def write_pages(cache: Pages, layer: jax.Array | int, slots: jax.Array, k: jax.A
         flat = pool.reshape(total, -1)
         return flat.at[rows].set(new, mode="drop").reshape(pool.shape)
 
-    new = [encode(jnp.pad(each, ((0, spare), (0, 0), (0, 0))), cache.format) for each in (k, v)]
-    (k_new, k_scale), (v_new, v_scale) = new
+    more = ((0, spare), (0, 0), (0, 0))
+    k_new, k_scale = encode(jnp.pad(k, more), cache.format, None if q is None else jnp.pad(q, more))
+    v_new, v_scale = encode(jnp.pad(v, more), cache.format)
 
     def write_scales(pool: jax.Array | None, new: jax.Array | None) -> jax.Array | None:
         if pool is None or new is None or pool.shape[2:] == (cache.page_size, new.shape[1]):

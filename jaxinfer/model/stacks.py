@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxinfer.arrays.pages import turn
+from jaxinfer.arrays.pages import rotate, turn
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.arrays.quantized import InStack, Quantized, is_quantized
 from jaxinfer.arrays.sharding import num_shards, shard_index
@@ -204,7 +204,11 @@ def _layer(
         q, k = apply_rope(q, *angles), apply_rope(k, *angles)
     if not policy.kv.is_plain:
         q, k = turn(q, k, p["attn"].get("q_norm"), p["attn"].get("k_norm"))
-    pages = write_pages(pages, index, slots, k, v)
+    # Rotated, a value's numbers are alike; what attention makes of them is rotated back, once for all keys.
+    turns_values = policy.kv.bits == 4
+    if turns_values:
+        v = rotate(v).astype(v.dtype)
+    pages = write_pages(pages, index, slots, k, v, q)
     kv = PagedKV(pages.k, pages.v, pages.k_scale, pages.v_scale, index, pages.format)
     heads = []
     done = 0
@@ -217,7 +221,10 @@ def _layer(
         )  # fmt: skip
         heads.append(out.reshape(B * T, *q.shape[1:]))
         done += B * T
-    x = x + after("attn", project_out(jnp.concatenate(heads), p["attn"], policy))
+    mixed = jnp.concatenate(heads)
+    if turns_values:
+        mixed = rotate(mixed).astype(mixed.dtype)
+    x = x + after("attn", project_out(mixed, p["attn"], policy))
     y = before("mlp")
     if "moe" in p:
         y = moe(y, p["moe"], cfg.mlp, policy, slots < pages.num_pages * pages.page_size)
