@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pydoc_data.topics
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -66,9 +67,12 @@ class Bed:
         return found.perplexity / self.bfloat16.perplexity
 
 
+MAKE_BED = cache(Bed)
+
+
 @pytest.fixture(scope="module", params=["smollm2", "gemma3"])
 def bed(request: pytest.FixtureRequest) -> Bed:
-    return Bed(request.param, request.getfixturevalue(f"{request.param}_gguf"))
+    return MAKE_BED(request.param, request.getfixturevalue(f"{request.param}_gguf"))
 
 
 def test_bfloat16_is_near_transformers_in_float32(bed: Bed):
@@ -88,7 +92,7 @@ def test_fewer_bits_cost_what_is_stated(bed: Bed, policy: str):
 
 def test_calibrated_weights_stray_three_quarters_as_far_at_most(smollm2_gguf: Path, tmp_path: Path):
     """In w4a16's int4:g64, for a text that they were not calibrated on; int4:g32 takes as long, and gains more."""
-    bed = Bed("smollm2", smollm2_gguf)
+    bed = MAKE_BED("smollm2", smollm2_gguf)
     topics = pydoc_data.topics.topics
     text = "\n".join(topics[name] for name in sorted(topics))
     policy, folder = "weights=int4:g64,compute=bfloat16", tmp_path / "calibrated"
