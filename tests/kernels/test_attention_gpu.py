@@ -78,8 +78,8 @@ def test_kernel_equals_oracle_over_every_format(text: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["float32", "bfloat16", "float16", *CODED])
-def test_kernel_equals_oracle_over_every_format_and_case(text: str):
+@pytest.mark.parametrize("text", ["float32", "int4:g16"])
+def test_kernel_equals_oracle_over_every_case(text: str):
     check([case for case in CASES if text != "float32" or case not in FEW], text)
 
 
