@@ -69,8 +69,8 @@ class SchedulerConfig:
     def mixed_tokens(self, is_crowded: bool) -> int:
         """Returns the most tokens of prefill beside decode rows: half as many where no others wait.
 
-        With SmolLM2 on two cores, 64 tokens where others wait served 10 % more than 32 in one run, and 32 where nobody does hold a
-        stream up for 2 steps of its own, where 64 would for 4.
+        With SmolLM2 on two cores, 64 tokens where others wait served 10 % more than 32 in one run,
+        and 32 where nobody does hold a stream up for 2 steps of its own, where 64 would for 4.
         """
         most = self.max_num_batched_tokens if self.mixed_prefill_tokens is None else self.mixed_prefill_tokens
         return most if is_crowded or self.mixed_prefill_tokens is None else -(-most // 2)
