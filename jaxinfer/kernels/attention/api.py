@@ -103,12 +103,13 @@ def choose_attention(
             f"attention={name} cannot run: its kernel is for {name.upper()}s, this is a {backend()}; take "
             f"attention=auto, or attention={name}-interpret to run it step by step in XLA"
         )
-    if name == "gpu" and (problem := why_no_gpu(jax.__version__, gpu_capability())):
-        raise ValueError(f"attention=gpu cannot run: {problem}; take attention=auto or attention=blocked")
+    problem = why_no_gpu(jax.__version__, gpu_capability()) if backend() == "gpu" else None
+    if problem and name in ("auto", "gpu"):
+        if name == "gpu":
+            raise ValueError(f"attention=gpu cannot run: {problem}; take attention=auto or attention=blocked")
+        return "blocked", problem
     if name not in ("auto", "native"):
         return name, "asked for"
-    if backend() == "gpu" and name == "auto" and (problem := why_no_gpu(jax.__version__, gpu_capability())):
-        return "blocked", problem
     if name == "auto" and backend() in _DEVICES:
         return backend(), "it reads pages where they lie, in every format"
     problem = _why_not(heads, policy, num_devices)

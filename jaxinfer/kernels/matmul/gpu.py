@@ -60,9 +60,8 @@ def _call(x: jax.Array, w: Quantized, out: jnp.dtype, interpret: bool) -> jax.Ar
     """Returns rows times codes and scales."""
     M, (num_out, num_bytes) = len(x), w.values.shape
     rows = min(ROW_TILE, max(LEAST_ROWS, 1 << (M - 1).bit_length()))
-    wide = (
-        128 if num_out >= 128 * PROGRAMS and rows < ROW_TILE else 64
-    )  # more sums than an A100 has registers for
+    # Sums of 128 x 128 are more than an A100 has registers for.
+    wide = 128 if num_out >= 128 * PROGRAMS and rows < ROW_TILE else 64
     steps, programs = -(-num_bytes // BYTES_TILE), -(-num_out // wide) * -(-M // rows)
     # The sums of parts go to memory and back: at most half as many bytes as the codes.
     splits = max(1, min(PROGRAMS // programs, steps, num_bytes // (16 * M)))
