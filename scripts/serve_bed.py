@@ -1,13 +1,23 @@
-"""The model that `bench_serve.py` measures, loaded once for all the schedulers that it is measured with."""
+"""The model that `bench_serve.py` measures, loaded once for all its schedulers, and what sends a load to it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+import asyncio
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from jaxinfer.bench.config import BenchConfig
+from jaxinfer.bench.drive import Drive
+from jaxinfer.bench.inprocess import InProcess
+from jaxinfer.bench.load import Shot
+from jaxinfer.bench.report import Report, report_run
+from jaxinfer.bench.results import Client, Result
 from jaxinfer.engine.calls import Buckets
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.runner import DeviceRunner
 from jaxinfer.llm import LLM, AsyncLLM
 from jaxinfer.schedule.pages import PagePool
 from jaxinfer.schedule.prefix import PrefixCache
@@ -53,11 +63,11 @@ class Bed:
         if self._engine is None or self._shapes != given:
             self._engine = None  # before the next takes as much memory
             self._engine, self._shapes = LLM(self._model, say=self._say, **given).engine, given
-            self._buckets = getattr(self._engine.runner, "buckets", None)  # a paced engine has none
+            self._buckets = None
         old = self._engine
-        if self._buckets is not None:
-            decode = self._buckets.decode[-1:] if whole_batch else self._buckets.decode
-            old.runner.buckets = replace(self._buckets, decode=decode)  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(old.runner, DeviceRunner):
+            every = self._buckets = self._buckets or old.runner.buckets
+            old.runner.buckets = replace(every, decode=every.decode[-1:]) if whole_batch else every
         changes = {
             self.HOST[name]: value / 1e3 if name == "window_ms" else value for name, value in host.items()
         }
@@ -72,3 +82,43 @@ class Bed:
             draws=old.draws,
         )
         return AsyncLLM.from_engine(engine)
+
+
+async def send_load(
+    client: Client, load: dict[str, Any], repetition: int = 0, warmup: int = 2
+) -> list[Result]:
+    """Sends one repetition of a load after a warm-up, and returns what became of each request."""
+    config = BenchConfig.read({**load, "warmup": warmup})
+    drive = Drive(client, time.monotonic, timeout=config.timeout)
+    first = config.draw(client.make_tokens, -1 - repetition)[:warmup]
+    await drive.run([Shot(s.index, 0.0, s.prompt, 4, s.num_prompt) for s in first], None)
+    drive = Drive(client, time.monotonic, timeout=config.timeout)
+    return await drive.run(config.draw(client.make_tokens, repetition), config.num_clients)
+
+
+def measure_here(
+    args: argparse.Namespace, load: dict[str, Any], repetition: int = 0, **settings: Any
+) -> Report:
+    """Returns the report of a load to a model in this process, opened for it."""
+    return check(run_here(args, load, repetition, **settings))
+
+
+def run_here(
+    args: argparse.Namespace, load: dict[str, Any], repetition: int = 0, **settings: Any
+) -> list[Result]:
+    """Returns what became of a load to a model in this process, opened for it."""
+
+    async def main() -> list[Result]:
+        async with args.bed.open(**settings) as llm:
+            return await send_load(InProcess(llm, GREEDY, time.monotonic), load, repetition)
+
+    return asyncio.run(main())
+
+
+def check(results: Sequence[Result]) -> Report:
+    """Returns the report of results of which none failed."""
+    report = report_run(results, None)
+    if report.errors:
+        failed = next(result for result in results if result.error)
+        raise RuntimeError(f"requests failed: {report.errors}, such as: {failed.detail}")
+    return report

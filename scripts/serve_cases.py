@@ -14,11 +14,9 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.bench.config import BenchConfig
-from jaxinfer.bench.drive import Drive
 from jaxinfer.bench.endpoint import Endpoint
 from jaxinfer.bench.inprocess import InProcess
-from jaxinfer.bench.load import Shot
-from jaxinfer.bench.report import Report, Stats, percentile, report_run
+from jaxinfer.bench.report import Report, Stats, percentile
 from jaxinfer.bench.results import Client, Result
 from jaxinfer.bench.run import Target, run_bench
 from jaxinfer.engine.engine import Engine
@@ -27,7 +25,7 @@ from jaxinfer.schedule.request import RequestSpec
 from jaxinfer.schedule.sampling_params import SamplingParams
 from jaxinfer.schedule.scheduler import Scheduler, SchedulerConfig
 from scripts.bench_host import InstantRunner, Letters, time_steps
-from scripts.serve_bed import GREEDY, SHAPES
+from scripts.serve_bed import GREEDY, SHAPES, check, measure_here, run_here, send_load
 from scripts.serve_peers import PacedRunner, Pausing, serve_llama_cpp, serve_ours, serve_paced
 
 
@@ -61,46 +59,6 @@ class Outcome:
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     reports: dict[str, Any] = field(default_factory=dict)
-
-
-async def send_load(
-    client: Client, load: dict[str, Any], repetition: int = 0, warmup: int = 2
-) -> list[Result]:
-    """Sends one repetition of a load after a warm-up, and returns what became of each request."""
-    config = BenchConfig.read({**load, "warmup": warmup})
-    drive = Drive(client, time.monotonic, timeout=config.timeout)
-    first = config.draw(client.make_tokens, -1 - repetition)[:warmup]
-    await drive.run([Shot(s.index, 0.0, s.prompt, 4, s.num_prompt) for s in first], None)
-    drive = Drive(client, time.monotonic, timeout=config.timeout)
-    return await drive.run(config.draw(client.make_tokens, repetition), config.num_clients)
-
-
-def measure_here(
-    args: argparse.Namespace, load: dict[str, Any], repetition: int = 0, **settings: Any
-) -> Report:
-    """Returns the report of a load to a model in this process, opened for it."""
-    return check(run_here(args, load, repetition, **settings))
-
-
-def run_here(
-    args: argparse.Namespace, load: dict[str, Any], repetition: int = 0, **settings: Any
-) -> list[Result]:
-    """Returns what became of a load to a model in this process, opened for it."""
-
-    async def main() -> list[Result]:
-        async with args.bed.open(**settings) as llm:
-            return await send_load(InProcess(llm, GREEDY, time.monotonic), load, repetition)
-
-    return asyncio.run(main())
-
-
-def check(results: Sequence[Result]) -> Report:
-    """Returns the report of results of which none failed."""
-    report = report_run(results, None)
-    if report.errors:
-        failed = next(result for result in results if result.error)
-        raise RuntimeError(f"requests failed: {report.errors}, such as: {failed.detail}")
-    return report
 
 
 def stats(values: Stats | None) -> Stats:
