@@ -57,9 +57,9 @@ def row_of(report: StepReport) -> list[str]:
 def find_misses(report: StepReport, *, is_prefill: bool) -> list[str]:
     """Returns which bounds of a step that serves well a report misses, in words; none for one that does not fit.
 
-    Arguments are the weights and the cache, within 1 %. Decode moves them once, with 15 % more for all else; prefill
-    multiplies at most a tenth more than the model. Temporary memory is under a tenth of the weights, nothing that is
-    stored is copied, gathered over the mesh or asked of the host.
+    Arguments are the weights and the cache, within 1 %; nothing that is stored is copied, nothing asked of the host.
+    Decode moves them once, with 15 % more for all else, and its temporary memory is under a tenth of the weights;
+    prefill multiplies at most a tenth more than the model. What crosses a mesh stands in columns of its own.
     """
     if not report.peak:
         return []
