@@ -30,10 +30,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxinfer.arrays.formats import Format
-from jaxinfer.arrays.pages import from_slab, group_size
+from jaxinfer.arrays.pages import double_fp4, from_slab, group_size, open_float8, read_scales
 from jaxinfer.kernels.attention.paged import PagedKV
 from jaxinfer.kernels.attention.reference import MASKED
-from jaxinfer.kernels.triton import double_fp4, open_float8
 
 LEAST = 16  # rows, columns and inner numbers of the smallest product
 TILE_ROWS = 128  # queries times heads of a group that meet a block at once
@@ -308,10 +307,10 @@ def _kernel(info, start_ref, length_ref, table, q_ref, *refs: Any, plan: Plan, n
             if part.num_scales < 2:
                 return _open(bits, plan.fmt, part.plane, plan.dtype)
             codes = _open(bits, plan.fmt, part.plane, jnp.float32)
-            codes = codes.reshape(plan.block, part.num_scales, -1) * read_scales(pool, part)[:, :, None]
+            codes = codes.reshape(plan.block, part.num_scales, -1) * scales_of(pool, part)[:, :, None]
             return codes.reshape(bits.shape).astype(plan.dtype)
 
-        def read_scales(pool, part: Part):
+        def scales_of(pool, part: Part):
             """Returns a part's scales, ``[S, scales]``, or ``[S]`` of its one."""
             pool = pools[2] if pool is pools[0] else pools[3]
             n, own, mask = k * plan.num_scales + part.scale, (page, place), live
@@ -322,7 +321,7 @@ def _kernel(info, start_ref, length_ref, table, q_ref, *refs: Any, plan: Plan, n
                 )
                 mask = jnp.broadcast_to(mask[:, None], (plan.block, part.num_scales))
             bits = plgpu.load(pool.at[(info[0], *own, n)], mask=mask, other=jnp.zeros((), pool.dtype))
-            return _open_scales(bits, plan.fmt)
+            return read_scales(bits, plan.fmt)
 
         by_scale: dict[int, list[tuple[Part, Any]]] = {}
         for each in zip(plan.parts, queries, strict=True):
@@ -330,7 +329,7 @@ def _kernel(info, start_ref, length_ref, table, q_ref, *refs: Any, plan: Plan, n
         scores = 0
         for n, each in by_scale.items():
             product = sum(_product(rows, read(pools[0], part), 1) for part, rows in each)
-            scores += product if n < 0 else product * read_scales(pools[0], each[0][0])[None]
+            scores += product if n < 0 else product * scales_of(pools[0], each[0][0])[None]
         if plan.softcap is None:
             scores = scores * (plan.scale * LOG2_E)
         else:
@@ -345,7 +344,7 @@ def _kernel(info, start_ref, length_ref, table, q_ref, *refs: Any, plan: Plan, n
         total = total * shrink + weights.sum(1)
         added = {}
         for n, each in by_scale.items():
-            scaled = weights if n < 0 else weights * read_scales(pools[1], each[0][0])[None]
+            scaled = weights if n < 0 else weights * scales_of(pools[1], each[0][0])[None]
             for part, _ in each:
                 added[part] = _product(scaled.astype(plan.dtype), read(pools[1], part), 0)
         sums = (each * shrink[:, None] + added[part] for part, each in zip(plan.parts, sums, strict=True))
@@ -394,12 +393,3 @@ def _open(bits, fmt: Format, plane: int, dtype):
     if bits.dtype == fmt.dtype:
         return bits.astype(dtype)
     return lax.bitcast_convert_type(bits, fmt.dtype).astype(dtype)
-
-
-def _open_scales(bits, fmt: Format):
-    """Returns scales in float32; those of fp4 halved, as its codes are doubled."""
-    if fmt.kind == "mxfp4":
-        return lax.bitcast_convert_type(bits.astype(jnp.int32) << 23, jnp.float32) * 0.5
-    if fmt.kind == "nvfp4":
-        return open_float8(bits, "fp8_e4m3") * 0.5
-    return lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32)

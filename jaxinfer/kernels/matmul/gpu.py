@@ -20,8 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxinfer.arrays.formats import Format
+from jaxinfer.arrays.pages import double_fp4, open_float8
 from jaxinfer.arrays.quantized import Quantized
-from jaxinfer.kernels.triton import double_fp4, open_float8
 
 MOST_ROWS = 512
 ROW_TILE = 128
