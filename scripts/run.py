@@ -64,9 +64,18 @@ def run_tests(python: Path, pytest_args: Sequence[str]) -> NoReturn:
         step("models", [python, "-c", resolve, *TEST_MODELS])
     # A file stays in one worker, so that what its tests share is compiled once. Files come in the order of
     # tests/conftest.py: xdist would begin with those of most tests, which are not the longest.
-    workers = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
-    say("tests")
-    sys.exit(run([python, "-m", "pytest", *workers, *pytest_args]))
+    pytest = [python, "-m", "pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+    if pytest_args:
+        say("tests")
+        sys.exit(run([*pytest, *pytest_args]))
+    # Two runs, as the fast suite's code is made quickly and that of real models well. The second is for a sound
+    # first: so the last line that pytest prints is the verdict.
+    code = 0
+    for title, which in (("the fast tests", "not slow"), ("the slow tests, on real models", "slow")):
+        if not code:
+            say(title)
+            code = run([*pytest, "-m", which])
+    sys.exit(code)
 
 
 def prepare(venv: Path, extras: Sequence[str]) -> Path:

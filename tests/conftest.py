@@ -13,6 +13,16 @@ from jaxinfer.weights.fetch import resolve_model
 # What takes minutes: begun first, so that no worker is left with it alone at the end.
 LONG = ("mesh", "acceptance", "hosts", "replicas", "quality")
 
+# XLA's flags for code that is made quickly. The fast suite compiles thousands of small programs and runs each a few
+# times: better code would cost it near twice the time and give the same numbers.
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Makes code quickly where only the fast suite is asked for, in its workers and their children too."""
+    if config.getoption("markexpr") == "not slow":
+        os.environ.setdefault("XLA_FLAGS", QUICK)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts what takes long before the rest."""

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import QUICK
+
 HERE = Path(__file__).parent
-# What lies where is the same however well a processor's code is made, and making it well takes half as long again.
-QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (HERE / "eight").glob("test_*.py")))

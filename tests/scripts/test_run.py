@@ -103,3 +103,20 @@ def test_arguments_are_handed_on(
         run.main()
     assert done.value.code == 0
     assert commands == [["python", *ran]]
+
+
+@pytest.mark.parametrize(("code", "runs"), [(0, ["not slow", "slow"]), (1, ["not slow"])])
+def test_all_tests_are_the_fast_ones_and_then_the_slow_ones(
+    code: int, runs: list[str], commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
+):
+    record = run.run
+
+    def fail_tests(command: list, stdout: object = None) -> int:
+        return record(command, stdout) or (code if "pytest" in command else 0)
+
+    monkeypatch.setattr(run, "run", fail_tests)
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as done:
+        run.run_tests(Path("python"), [])
+    assert done.value.code == code
+    assert [words[-1] for words in commands if "pytest" in words] == runs

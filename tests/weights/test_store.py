@@ -29,6 +29,7 @@ from jaxinfer.weights.errors import (
 )
 from jaxinfer.weights.settle import settle_formats
 from jaxinfer.weights.source import find_kind, open_source
+from tests.conftest import QUICK
 from tests.families.sources import DictSource
 from tests.weights.files import write_gguf, write_hf
 
@@ -320,7 +321,7 @@ print("restored on 8 devices")
 
 
 def test_restore_goes_straight_into_shardings(tmp_path: Path) -> None:
-    flags = "--xla_force_host_platform_device_count=8"
+    flags = f"{QUICK} --xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, "-c", SHARDED, str(tmp_path / "m")],
         env={
