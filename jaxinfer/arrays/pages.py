@@ -9,6 +9,8 @@ SmolLM2; numbers that lie beside each other take 99).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +23,18 @@ _LIMIT = 2.0**100
 # By how much scales that are fitted may move: then no number is off by more than five of its steps.
 _LEEWAY = 0.5
 _LANES = 128  # of a vector of a TPU
+
+
+@dataclass(frozen=True)
+class Slab:
+    """What the shape of pages does not tell where their numbers lie as `value_slab` lays them.
+
+    Attributes:
+      page_size: Z, tokens a page. num_heads: K.
+    """
+
+    page_size: int
+    num_heads: int
 
 
 def stored_dtype(dtype: jnp.dtype) -> jnp.dtype:
@@ -57,9 +71,13 @@ def token_widths(fmt: Format, num_heads: int, head_dim: int) -> tuple[int, int]:
 
 
 def padded_groups(fmt: Format, num_heads: int, head_dim: int) -> int:
-    """Returns over how many lanes a token's scales go in a slab: a power of two, or whole vectors of 128."""
-    groups = token_widths(fmt, num_heads, head_dim)[1]
-    return 1 << (groups - 1).bit_length() if groups <= _LANES else -(-groups // _LANES) * _LANES
+    """Returns over how many lanes a token's scales go in a slab."""
+    return padded_lanes(token_widths(fmt, num_heads, head_dim)[1])
+
+
+def padded_lanes(width: int) -> int:
+    """Returns over how many lanes ``width`` numbers of a token go: a power of two, or whole vectors of 128."""
+    return 1 << (width - 1).bit_length() if width <= _LANES else -(-width // _LANES) * _LANES
 
 
 def scale_slab(fmt: Format, num_heads: int, head_dim: int, page_size: int) -> tuple[int, int]:
@@ -70,30 +88,47 @@ def scale_slab(fmt: Format, num_heads: int, head_dim: int, page_size: int) -> tu
 
         token 0 token 1 ... | head 0, head 1, ...   of 8 heads 16 tokens fill a row
     """
-    groups = padded_groups(fmt, num_heads, head_dim)
-    lanes = max(_LANES, groups)
-    packed = 4 // scale_dtype(fmt).itemsize  # rows that lie in one of 32 bits
-    return -(-page_size * groups // (lanes * packed)) * packed, lanes
+    return _slab(padded_groups(fmt, num_heads, head_dim), scale_dtype(fmt).itemsize, page_size)
 
 
-def to_slab(scales: jax.Array, fmt: Format, num_heads: int, head_dim: int, page_size: int) -> jax.Array:
-    """Returns scales of pages ``[..., Z, scales]`` as slabs ``[..., rows, lanes]``; slabs as they are."""
-    rows, lanes = scale_slab(fmt, num_heads, head_dim, page_size)
-    if scales.shape[-2:] == (rows, lanes):
-        return scales
-    groups = padded_groups(fmt, num_heads, head_dim)
-    spare = (rows * lanes // groups - scales.shape[-2], groups - scales.shape[-1])
-    padding = [(0, 0)] * (scales.ndim - 2) + [(0, each) for each in spare]
-    return jnp.pad(scales, padding).reshape(*scales.shape[:-2], rows, lanes)
+def value_slab(fmt: Format, num_heads: int, head_dim: int, page_size: int) -> tuple[int, int]:
+    """As `scale_slab`, of a page's numbers: a row a token where that fills whole vectors of lanes.
+
+    A head of 128 numbers in 4 bits has 64 bytes, so two tokens share a row; 3 heads of 64 in 16 bits are 192 numbers
+    and take 256 lanes. Laid down as they are, such pools were laid out anew at every layer too.
+    """
+    width = token_widths(fmt, num_heads, head_dim)[0]
+    if width % _LANES == 0:
+        return page_size, width
+    return _slab(padded_lanes(width), stored_dtype(fmt.dtype).itemsize, page_size)
 
 
-def from_slab(scales: jax.Array, fmt: Format, num_heads: int, head_dim: int, page_size: int) -> jax.Array:
-    """Returns scales of pages ``[..., Z, scales]``, whether they are slabs or lie so."""
-    width = token_widths(fmt, num_heads, head_dim)[1]
-    if scales.shape[-2:] == (page_size, width):
-        return scales
-    tokens = scales.reshape(*scales.shape[:-2], -1, padded_groups(fmt, num_heads, head_dim))
-    return tokens[..., :page_size, :width]
+def _slab(width: int, itemsize: int, page_size: int) -> tuple[int, int]:
+    lanes = max(_LANES, width)
+    packed = 4 // itemsize  # rows that lie in one of 32 bits
+    return -(-page_size * width // (lanes * packed)) * packed, lanes
+
+
+def to_slab(x: jax.Array, slab: tuple[int, int]) -> jax.Array:
+    """Returns pages a token a row, ``[..., Z, width]``, as slabs ``[..., rows, lanes]``; slabs as they are."""
+    rows, lanes = slab
+    if x.shape[-2:] == slab:
+        return x
+    width = padded_lanes(x.shape[-1])
+    spare = (rows * lanes // width - x.shape[-2], width - x.shape[-1])
+    padding = [(0, 0)] * (x.ndim - 2) + [(0, each) for each in spare]
+    return jnp.pad(x, padding).reshape(*x.shape[:-2], rows, lanes)
+
+
+def from_slab(x: jax.Array, page_size: int, width: int) -> jax.Array:
+    """Returns pages a token a row, ``[..., Z, width]``, whether they are slabs or lie so.
+
+    Args:
+      x: values or scales. page_size: Z. width: of a token, see `token_widths`.
+    """
+    if x.shape[-2:] == (page_size, width):
+        return x
+    return x.reshape(*x.shape[:-2], -1, padded_lanes(width))[..., :page_size, :width]
 
 
 def encode(x: jax.Array, fmt: Format, q: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:

@@ -2,9 +2,10 @@
 
 Layout of a stack of l layers: ``k`` and ``v`` are ``[l, P, Z, K*H]`` (heads flat: XLA's CPU backend copies a pool with
 an axis of one head into another order at every step), numbers as `arrays.pages` lays them, and where those are codes,
-``k_scale`` and ``v_scale`` beside them (on a TPU as slabs, see `arrays.pages.scale_slab`). A row of a batch owns a list
-of page ids; token ``i`` of the row lies in page ``pages[i // Z]`` at offset ``i % Z``. Only this module and the
-attention kernels know the layout, so that other page formats change nothing else.
+``k_scale`` and ``v_scale`` beside them; on a TPU as slabs where tokens do not fill whole vectors, see
+`arrays.pages.value_slab`. A row of a batch owns a list of page ids; token ``i`` of the row lies in page
+``pages[i // Z]`` at offset ``i % Z``. Only this module and the attention kernels know the layout, so that other page
+formats change nothing else.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from flax import struct
 from jaxinfer.arrays.backend import backend
 from jaxinfer.arrays.formats import BFLOAT16, Format
 from jaxinfer.arrays.pages import (
+    Slab,
     encode,
     group_size,
-    padded_groups,
+    padded_lanes,
     scale_dtype,
     scale_slab,
     stored_dtype,
     token_widths,
+    value_slab,
 )
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.config import ModelConfig
-
-_NEW = 1 << 16  # marks what is new among integers of at most 16 bits
 
 
 @struct.dataclass
@@ -41,9 +42,10 @@ class Pages:
 
     Attributes:
       k: ``[l, P, Z, K*H]`` keys, rotated (an array, or its description before there is one); half as long in 4 bits.
-      v: ``[l, P, Z, K*H]`` values.
+      v: ``[l, P, Z, K*H]`` values. On a TPU both are ``[l, P, rows, lanes]`` where a token fills no whole vectors.
       k_scale, v_scale: ``[l, P, Z, K*groups]``, on a TPU ``[l, P, rows, lanes]``, None where the format is plain.
       format: of the numbers.
+      slab: what the shapes of ``k`` and ``v`` do not tell where they are such, else None.
     """
 
     k: Any
@@ -51,6 +53,7 @@ class Pages:
     k_scale: Any
     v_scale: Any
     format: Format = struct.field(pytree_node=False)
+    slab: Slab | None = struct.field(pytree_node=False, default=None)
 
     @property
     def num_pages(self) -> int:
@@ -60,7 +63,7 @@ class Pages:
     @property
     def page_size(self) -> int:
         """Z, tokens a page."""
-        return self.k.shape[2]
+        return self.slab.page_size if self.slab else self.k.shape[2]
 
 
 KVCache = tuple[Pages, ...]
@@ -80,13 +83,15 @@ def cache_shapes(
     """
     fmt, dtypes = policy.kv, _stored_dtypes(policy.kv)
     parts = _page_shapes(cfg, fmt, page_size)
+    heads = cfg.attention.num_kv_heads, cfg.attention.head_dim
+    slab = Slab(page_size, heads[0]) if parts[0] != (page_size, token_widths(fmt, *heads)[0]) else None
 
     def pages(size: int) -> Pages:
         values, scales = (
             None if part is None else jax.ShapeDtypeStruct((size, num_pages, *part), dtype)
             for part, dtype in zip(parts, dtypes, strict=True)
         )
-        return Pages(values, values, scales, scales, fmt)
+        return Pages(values, values, scales, scales, fmt, slab)
 
     return tuple(pages(size) for size in stacks)
 
@@ -110,7 +115,8 @@ def describe_pages(cfg: ModelConfig, policy: Policy) -> str:
     fmt = policy.kv
     if fmt.is_plain:
         return str(fmt)
-    plain, coded = (page_bytes(cfg, replace(policy, kv=each), 1) for each in (BFLOAT16, fmt))
+    # Of long pages: what fills up a TPU's slab would weigh in a short one.
+    plain, coded = (page_bytes(cfg, replace(policy, kv=each), 256) for each in (BFLOAT16, fmt))
     group = group_size(fmt, cfg.attention.head_dim)
     return f"{fmt} ({scale_dtype(fmt)} scales, one for {group} numbers; {plain / coded:.2f} times bfloat16's tokens)"
 
@@ -120,11 +126,12 @@ def _page_shapes(
 ) -> tuple[tuple[int, int], tuple[int, int] | None]:
     """Returns the shapes of a page's values and scales in a layer, None where there are no scales."""
     heads = cfg.attention.num_kv_heads, cfg.attention.head_dim
+    if backend() == "tpu":
+        return value_slab(fmt, *heads, page_size), None if fmt.is_plain else scale_slab(
+            fmt, *heads, page_size
+        )
     values, scales = token_widths(fmt, *heads)
-    if not scales:
-        return (page_size, values), None
-    slab = scale_slab(fmt, *heads, page_size) if backend() == "tpu" else (page_size, scales)
-    return (page_size, values), slab
+    return (page_size, values), (page_size, scales) if scales else None
 
 
 def _stored_dtypes(fmt: Format) -> tuple[jnp.dtype, jnp.dtype]:
@@ -186,48 +193,43 @@ def write_pages(
     def write(pool: jax.Array | None, new: jax.Array | None) -> jax.Array | None:
         if pool is None or new is None:
             return None
-        flat = pool.reshape(total, -1)
-        return flat.at[rows].set(new, mode="drop").reshape(pool.shape)
+        height, lanes = pool.shape[2:]
+        if height != cache.page_size or lanes >= 2 * padded_lanes(new.shape[1]):
+            return _write_slabs(pool, new, rows, cache.page_size)
+        new = jnp.pad(new, ((0, 0), (0, lanes - new.shape[1])))
+        return pool.reshape(total, lanes).at[rows].set(new, mode="drop").reshape(pool.shape)
 
     more = ((0, spare), (0, 0), (0, 0))
     k_new, k_scale = encode(jnp.pad(k, more), cache.format, None if q is None else jnp.pad(q, more))
     v_new, v_scale = encode(jnp.pad(v, more), cache.format)
-
-    def write_scales(pool: jax.Array | None, new: jax.Array | None) -> jax.Array | None:
-        if pool is None or new is None or pool.shape[2:] == (cache.page_size, new.shape[1]):
-            return write(pool, new)
-        return _write_slabs(pool, new, rows, padded_groups(cache.format, *k.shape[1:]), cache.page_size)
-
     return Pages(
-        write(cache.k, k_new), write(cache.v, v_new),
-        write_scales(cache.k_scale, k_scale), write_scales(cache.v_scale, v_scale), cache.format,
+        write(cache.k, k_new), write(cache.v, v_new), write(cache.k_scale, k_scale), write(cache.v_scale, v_scale),
+        cache.format, cache.slab,
     )  # fmt: skip
 
 
-def _write_slabs(pool: jax.Array, new: jax.Array, rows: jax.Array, groups: int, page_size: int) -> jax.Array:
-    """Writes scales ``[M, ..]`` of tokens at ``rows`` of all layers' slots into their lanes of ``[l, P, R, lanes]``.
+def _write_slabs(pool: jax.Array, new: jax.Array, rows: jax.Array, page_size: int) -> jax.Array:
+    """Writes numbers or scales ``[M, ..]`` of tokens at ``rows`` of all layers' slots into their lanes of slabs.
 
     A TPU scatters whole rows as fast as it copies, and pieces of them one after the other in a loop. So what is written
-    are rows: old ones, with the scales of all tokens that lie in them. These are neighbours in the stream, and find
+    are rows: old ones, with what is new of all tokens that lie in them. These are neighbours in the stream, and find
     each other in steps of 1, 2, 4, ...
     """
     height, lanes = pool.shape[2:]
-    fill = lanes // groups  # tokens a row
+    width = padded_lanes(new.shape[1])
+    fill = lanes // width  # tokens a row
     page, place = rows // page_size, rows % page_size
     row = page * height + place // fill
-    lane_token = jnp.arange(lanes) // groups
-    # Bits and a mark, in one integer.
-    bits = jnp.pad(new, ((0, 0), (0, groups - new.shape[1]))).astype(jnp.int32) | _NEW
-    found = jnp.where(lane_token == (place % fill)[:, None], jnp.tile(bits, fill), 0)
+    is_new = jnp.arange(lanes) // width == (place % fill)[:, None]
+    found = jnp.where(is_new, jnp.tile(jnp.pad(new, ((0, 0), (0, width - new.shape[1]))), fill), 0)
     for sign in (1, -1):
         step = 1
         while step < min(fill, page_size, len(rows)):
-            there = jnp.roll(row, sign * step) == row
-            found = found | jnp.where(there[:, None], jnp.roll(found, sign * step, 0), 0)
+            there = (jnp.roll(row, sign * step) == row)[:, None] & jnp.roll(is_new, sign * step, 0)
+            found, is_new = jnp.where(there, jnp.roll(found, sign * step, 0), found), is_new | there
             step *= 2
     flat = pool.reshape(-1, lanes)
-    old = flat.at[row].get(mode="clip")
-    kept = jnp.where(found & _NEW != 0, (found & (_NEW - 1)).astype(pool.dtype), old)
+    kept = jnp.where(is_new, found, flat.at[row].get(mode="clip"))
     return flat.at[row].set(kept, mode="drop").reshape(pool.shape)
 
 

@@ -209,7 +209,7 @@ def _layer(
     if turns_values:
         v = rotate(v).astype(v.dtype)
     pages = write_pages(pages, index, slots, k, v, q)
-    kv = PagedKV(pages.k, pages.v, pages.k_scale, pages.v_scale, index, pages.format)
+    kv = PagedKV(pages.k, pages.v, pages.k_scale, pages.v_scale, index, pages.format, pages.slab)
     heads = []
     done = 0
     for block in blocks:

@@ -133,7 +133,7 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, kind: LayerKind, static: S
     table = jnp.arange(B * width, dtype=jnp.int32).reshape(B, width)
     slots = jnp.arange(B * width * _PAGE, dtype=jnp.int32).reshape(B, -1)[:, :T].reshape(-1)
     pages = write_pages(pages, 0, slots, k, v)
-    kv = PagedKV(pages.k, pages.v, pages.k_scale, pages.v_scale, 0, pages.format)
+    kv = PagedKV(pages.k, pages.v, pages.k_scale, pages.v_scale, 0, pages.format, pages.slab)
     out = paged_attention(
         static.attention, q, kv, table, jnp.zeros(B, jnp.int32), jnp.full(B, T, jnp.int32),
         scale=cfg.attention.scale, window=kind.window, softcap=cfg.attention.softcap,

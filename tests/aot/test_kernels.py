@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer.aot.targets import Target, open_target, single_mesh
 from jaxinfer.arrays.formats import Format
-from jaxinfer.arrays.pages import scale_dtype, scale_slab, stored_dtype, token_widths
+from jaxinfer.arrays.pages import Slab, scale_dtype, scale_slab, stored_dtype, value_slab
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.arrays.quant import MULTIPLIERS, linear
 from jaxinfer.arrays.quantized import abstract
@@ -43,15 +43,14 @@ def compile_attention(
     def array(dtype: jnp.dtype, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    values, scales = token_widths(fmt, K, H)
-    pool = array(stored_dtype(fmt.dtype), 2, B * width, page_size, values)
+    pool = array(stored_dtype(fmt.dtype), 2, B * width, *value_slab(fmt, K, H, page_size))
     slab = (
-        array(stored_dtype(scale_dtype(fmt)), 2, B * width, *scale_slab(fmt, K, H, page_size))
-        if scales
-        else None
+        None
+        if fmt.is_plain
+        else array(stored_dtype(scale_dtype(fmt)), 2, B * width, *scale_slab(fmt, K, H, page_size))
     )
     integer = jnp.dtype(jnp.int32)
-    kv = PagedKV(pool, pool, slab, slab, array(integer), fmt)
+    kv = PagedKV(pool, pool, slab, slab, array(integer), fmt, Slab(page_size, K))
     kernel = partial(paged_attention_tpu, scale=H**-0.5, softcap=50.0)
     rows_of = array(integer, B, width), array(integer, B), array(integer, B)
     lowered = jax.jit(lambda *args: kernel(*args[:-1], window=args[-1])).lower(

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxinfer.arrays.formats import Format
-from jaxinfer.arrays.pages import to_slab
+from jaxinfer.arrays.pages import scale_slab, to_slab
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.config import AttentionConfig
 from jaxinfer.kernels.attention import gpu
@@ -143,7 +143,8 @@ def test_a_window_may_be_known_to_the_run_only():
 def test_scales_in_slabs_are_the_same_scales():
     case, fmt = NAMED["decode"], Format("int8")
     q, kv, *rows = operands(case, make_inputs(case), fmt)
-    k, v = (to_slab(each, fmt, *case.heads[1:], case.page_size) for each in (kv.k_scale, kv.v_scale))
+    slab = scale_slab(fmt, *case.heads[1:], case.page_size)
+    k, v = (to_slab(each, slab) for each in (kv.k_scale, kv.v_scale))
     lain = PagedKV(kv.k, kv.v, k, v, kv.layer, fmt)
     want, got = attend(interpreted, [case, case], [(q, kv, *rows), (q, lain, *rows)])
     np.testing.assert_array_equal(got, want)

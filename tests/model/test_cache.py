@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from jaxinfer.arrays.pages import decode, from_slab, scale_slab
+from jaxinfer.arrays.pages import decode, from_slab, scale_slab, token_widths, value_slab
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.config import AttentionConfig, LayerKind, MlpConfig, ModelConfig, RopeConfig
 from jaxinfer.model.cache import (
@@ -145,28 +145,47 @@ def test_pages_read_and_put_elsewhere_are_the_same(kv: str):
             assert was[:, 3].any()
 
 
-@pytest.mark.parametrize("kv", ["int8", "int4:g16", "mxfp4"])
-@pytest.mark.parametrize("page_size", [4, 16, 40])
-def test_a_tpus_slabs_hold_the_same_scales(kv: str, page_size: int):
+@pytest.mark.parametrize(
+    ("kv", "heads", "page_size", "values"),
+    [
+        ("int8", (3, 32), 4, (4, 128)),
+        ("int8", (4, 32), 40, (40, 128)),
+        ("int4:g16", (3, 32), 16, (8, 128)),  # 48 bytes a token, two tokens a row
+        ("mxfp4", (1, 64), 4, (4, 128)),  # a row holds four, and a page as many rows as lie in one of 32 bits
+        ("mxfp4", (1, 64), 40, (12, 128)),
+        ("bfloat16", (3, 64), 16, (16, 256)),
+        ("bfloat16", (1, 64), 4, (2, 128)),
+        ("float32", (1, 64), 40, (20, 128)),
+    ],
+    ids=str,
+)
+def test_a_tpus_slabs_hold_the_same_pages(
+    kv: str, heads: tuple[int, int], values: tuple[int, int], page_size: int
+):
     """A chunk that begins and ends within pages, tokens of other rows, one that goes nowhere; then one more."""
-    K, H, P = 3, 32, 5
+    (K, H), P, policy = heads, 5, policy_of(kv)
     device = AbstractDevice(device_kind="TPU v6 lite", num_cores=1, platform="tpu")
-    plain = init_cache(config(K, H), policy_of(kv), (2,), P, page_size)[0]
+    plain = init_cache(config(K, H), policy, (2,), P, page_size)[0]
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("one",), abstract_device=device)):
-        shapes = cache_shapes(config(K, H), policy_of(kv), (2,), P, page_size)[0]
-        assert page_bytes(config(K, H), policy_of(kv), page_size) * P == sum(
+        shapes = cache_shapes(config(K, H), policy, (2,), P, page_size)[0]
+        assert page_bytes(config(K, H), policy, page_size) * P == sum(
             leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes)
         )
     slabs = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    assert slabs.k_scale.shape == (2, P, *scale_slab(plain.format, K, H, page_size))
+    assert slabs.k.shape == (2, P, *values) == (2, P, *value_slab(plain.format, K, H, page_size))
+    assert slabs.page_size == page_size
+    if not plain.format.is_plain:
+        assert slabs.k_scale.shape == (2, P, *scale_slab(plain.format, K, H, page_size))
     chunk = np.arange(3, 3 + 2 * page_size)
     for slots in ([*chunk, 4 * page_size, P * page_size, 3 * page_size + 1], [chunk[-1] + 1]):
         new = np.random.default_rng(len(slots)).standard_normal((2, len(slots), K, H)).astype(np.float32)
         plain, slabs = (WRITE(pages, 1, jnp.array(slots), *new) for pages in (plain, slabs))
-    for part in ("k_scale", "v_scale"):
-        got = from_slab(getattr(slabs, part), plain.format, K, H, page_size)
-        np.testing.assert_array_equal(got, getattr(plain, part))
-        assert np.asarray(got[1]).any()
+    widths = token_widths(plain.format, K, H)
+    for part, width in zip(("k", "v", "k_scale", "v_scale"), (*widths[:1] * 2, *widths[1:] * 2), strict=True):
+        if width:
+            got = from_slab(getattr(slabs, part), page_size, width)
+            np.testing.assert_array_equal(got, getattr(plain, part))
+            assert np.asarray(got[1]).any()
 
 
 def test_groups_are_cut_to_what_divides_a_head():

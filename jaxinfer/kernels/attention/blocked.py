@@ -20,7 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.arrays.pages import code_places, decode, from_slab, group_size, read_codes, read_scales
+from jaxinfer.arrays.pages import (
+    code_places,
+    decode,
+    from_slab,
+    group_size,
+    read_codes,
+    read_scales,
+    token_widths,
+)
 from jaxinfer.kernels.attention.paged import PagedKV
 from jaxinfer.kernels.attention.reference import MASKED, visible
 
@@ -100,8 +108,9 @@ def _attend(
 ) -> jax.Array:
     """`paged_attention_blocked` for one tile of queries."""
     B, T, N, H = q.shape
-    num_layers, P, Z, _ = kv.k.shape
-    K = kv.count_heads(H)
+    num_layers, P = kv.k.shape[:2]
+    Z, K = kv.page_size, kv.count_heads(H)
+    widths = token_widths(kv.format, K, H)
     q = q * jnp.asarray(scale, q.dtype)
     form = _choose_form(q, kv, K)
     step = min(pages.shape[1], max(1, (BLOCK if T > 1 else _decode_block(B * K * H * q.dtype.itemsize)) // Z))
@@ -118,10 +127,12 @@ def _attend(
         return flat.at[index].get(mode="promise_in_bounds")
 
     def read(ids: jax.Array, values: jax.Array, scales: jax.Array | None) -> Stored:
-        stored = gather(values, ids).reshape(B, S, -1)
-        if scales is None:
-            return stored, None
-        return stored, from_slab(gather(scales, ids), kv.format, K, H, Z).reshape(B, S, -1)
+        stored, scale = (
+            None if pool is None else from_slab(gather(pool, ids), Z, width).reshape(B, S, -1)
+            for pool, width in zip((values, scales), widths, strict=True)
+        )
+        assert stored is not None
+        return stored, scale
 
     def block(i: jax.Array | int) -> tuple[jax.Array, Stored]:
         """Returns a block's masked scores and its values."""

@@ -30,7 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxinfer.arrays.formats import Format
-from jaxinfer.arrays.pages import double_fp4, from_slab, group_size, open_float8, read_scales
+from jaxinfer.arrays.pages import double_fp4, from_slab, group_size, open_float8, read_scales, token_widths
 from jaxinfer.kernels.attention.paged import PagedKV
 from jaxinfer.kernels.attention.reference import MASKED
 
@@ -149,13 +149,14 @@ def paged_attention_gpu(
     Source: online softmax, Milakov and Gimelshein 2018 (arXiv:1805.02867); splits, Dao et al. 2023 (Flash-Decoding).
     """
     B, T, N, H = q.shape
-    Z = kv.k.shape[2]
+    Z = kv.page_size
     K = kv.count_heads(H)
     check_size(kv.k.size, kv.k.dtype)
     plan = make_plan(q, kv, pages.shape[1], scale=scale, softcap=softcap, is_windowed=window is not None)
-    pools = [kv.k, kv.v]
-    if plan.num_scales:
-        pools += [from_slab(each, kv.format, K, H, Z) for each in (kv.k_scale, kv.v_scale)]
+    width, num_scales = token_widths(kv.format, K, H)
+    pools = [from_slab(each, Z, width) for each in (kv.k, kv.v)]
+    if num_scales:
+        pools += [from_slab(each, Z, num_scales) for each in (kv.k_scale, kv.v_scale)]
     scalars = jnp.stack(
         [jnp.asarray(each, jnp.int32) for each in (kv.layer, 0 if window is None else window)]
     )
@@ -208,7 +209,7 @@ def make_plan(
     G, padded = N // K, _power_of_2(H)
     most = max(1, min(TILE_ROWS, TILE_BYTES // (4 * padded)) // G)
     tile = min(T, most)
-    context = table_width * kv.k.shape[2]
+    context = table_width * kv.page_size
     block = min(BLOCK_BYTES // (padded * q.dtype.itemsize), 128, _power_of_2(context))
     block = max(LEAST, block)
     programs = B * K * -(-T // tile)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.arrays.pages import decode, from_slab
+from jaxinfer.arrays.pages import decode, from_slab, token_widths
 from jaxinfer.kernels.attention.paged import PagedKV
 
 MASKED = -1e30  # finite, so that a row with no visible key gives numbers, not NaN
@@ -51,15 +51,17 @@ def paged_attention_reference(
       ``[B, T, N, H]`` in the dtype of ``q``.
     """
     B, T, N, H = q.shape
-    P, Z = kv.k.shape[1:3]
+    P, Z = kv.k.shape[1], kv.page_size
     K = kv.count_heads(H)
+    width, num_scales = token_widths(kv.format, K, H)
 
     def gather(pool: jax.Array) -> jax.Array:
         return jnp.take(pool[kv.layer], pages, axis=0, mode="clip")
 
     def read(values: jax.Array, scales: jax.Array | None) -> jax.Array:
-        scales = None if scales is None else from_slab(gather(scales), kv.format, K, H, Z)
-        return decode(gather(values), scales, kv.format, K, H).reshape(B, -1, K, H).astype(jnp.float32)
+        scales = None if scales is None else from_slab(gather(scales), Z, num_scales)
+        values = from_slab(gather(values), Z, width)
+        return decode(values, scales, kv.format, K, H).reshape(B, -1, K, H).astype(jnp.float32)
 
     keys, values = read(kv.k, kv.k_scale), read(kv.v, kv.v_scale)
     grouped = q.reshape(B, T, K, N // K, H).astype(jnp.float32)

@@ -6,7 +6,9 @@ rows never wait for memory alone. Only pages that a query sees are read, by thei
 
 A page is ``[Z, C]`` with the heads of a token side by side in lanes. Heads of 128 or 256 numbers are slices of whole
 vectors. Others (64, 96, or the halves that 4 bits are packed by) share vectors: then the queries of such neighbours
-lie in one matrix, each in its own head's lanes with zeros around it, and one product serves them all.
+lie in one matrix, each in its own head's lanes with zeros around it, and one product serves them all. Tokens too short
+for a vector share it (`arrays.pages.value_slab`): a block is then opened by their places in it, first those of all
+rows that come first, so its tokens are in another order, which softmax does not mind.
 
 Codes meet queries as they are where a head has one scale: scales multiply the scores and the weights, a row of each.
 Smaller groups are multiplied out before the product. Scales lie as `arrays.pages.scale_slab` lays them; matrices of
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -31,7 +33,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxinfer.arrays.formats import Format
-from jaxinfer.arrays.pages import group_size, padded_groups, scale_slab, to_slab
+from jaxinfer.arrays.pages import (
+    group_size,
+    padded_groups,
+    padded_lanes,
+    scale_slab,
+    to_slab,
+    token_widths,
+)
 from jaxinfer.kernels.attention.paged import PagedKV
 from jaxinfer.kernels.attention.reference import MASKED
 
@@ -52,7 +61,7 @@ class Plan:
       fmt: of pages. dtype: that products are made in.
       page_size: Z. num_heads: K. group: G. head_dim: H.
       tile: queries of a row at a time. pages_a_block: pages at a time.
-      softcap: or None. slab: rows and lanes of a page's scales, or None.
+      softcap: or None. slab: rows and lanes of a page's scales, or None. values: rows and lanes of its numbers.
     """
 
     fmt: Format
@@ -65,6 +74,34 @@ class Plan:
     pages_a_block: int
     softcap: float | None
     slab: tuple[int, int] | None
+    values: tuple[int, int]
+
+    @property
+    def fold(self) -> int:
+        """Tokens that share a row of a page's numbers."""
+        return max(1, self.values[1] // self.token_lanes)
+
+    @property
+    def token_lanes(self) -> int:
+        """Lanes of a token's numbers where it shares a row."""
+        return padded_lanes(token_widths(self.fmt, self.num_heads, self.head_dim)[0])
+
+    @property
+    def has_slabs(self) -> bool:
+        """Whether a page's numbers are not a row a token."""
+        return self.values[0] != self.page_size or self.fold > 1
+
+    @property
+    def page_slots(self) -> int:
+        """Places of tokens in a page as it is opened: Z, and those that fill up a slab."""
+        return self.values[0] * self.fold
+
+    def places(self, shape: tuple[int, int], axis: int):
+        """Returns of which page of a block, and of which token of it, each of its places on an axis is."""
+        place = lax.broadcasted_iota(jnp.int32, shape, axis)
+        rows = self.values[0]
+        row = lax.rem(place, self.pages_a_block * rows)
+        return lax.div(row, rows), lax.rem(row, rows) * self.fold + lax.div(place, self.pages_a_block * rows)
 
     @property
     def planes(self) -> int:
@@ -124,21 +161,19 @@ def paged_attention_tpu(
 
     Source: online softmax, Milakov and Gimelshein 2018 (arXiv:1805.02867).
     """
-    B, T, N, H = q.shape
+    B, T, N, _ = q.shape
     P = kv.k.shape[1]
     if pages.size * 4 > TABLE_BYTES:
         raise ValueError(
             f"attention=tpu: a table of {list(pages.shape)} page ids takes {pages.size * 4} bytes of scalar memory, "
-            f"which holds {TABLE_BYTES}; take larger pages (page_size {kv.k.shape[2]} now) or fewer rows"
+            f"which holds {TABLE_BYTES}; take larger pages (page_size {kv.page_size} now) or fewer rows"
         )
     plan = make_plan(q, kv, pages.shape[1], softcap)
     tiles = -(-T // plan.tile)
     queries = _lay_queries(q * jnp.asarray(scale, q.dtype), plan, tiles)
     pools = [kv.k, kv.v]
     if plan.slab is not None:
-        pools += [
-            to_slab(each, kv.format, plan.num_heads, H, plan.page_size) for each in (kv.k_scale, kv.v_scale)
-        ]
+        pools += [to_slab(each, plan.slab) for each in (kv.k_scale, kv.v_scale)]
     reach = 0 if window is None else window
     scalars = (
         jnp.stack([jnp.asarray(each, jnp.int32) for each in (kv.layer, reach)]),
@@ -152,8 +187,9 @@ def paged_attention_tpu(
     per_head = plan.tile * plan.group
     marks = np.concatenate([column % per_head // plan.group, column // per_head], 1).astype(np.int32)
     S = plan.pages_a_block * plan.page_size
-    buffers = [pltpu.VMEM((2, S, pool.shape[3]), pool.dtype) for pool in pools[:2]]
-    buffers += [pltpu.VMEM((2, plan.pages_a_block, *pool.shape[2:]), pool.dtype) for pool in pools[2:]]
+    paged = [pltpu.VMEM((2, plan.pages_a_block, *pool.shape[2:]), pool.dtype) for pool in pools]
+    whole = [pltpu.VMEM((2, S, pool.shape[3]), pool.dtype) for pool in pools[:2]]
+    buffers = paged if plan.has_slabs else [*whole, *paged[2:]]
     state = (plan.bundles, plan.rows, 1)
     out = pl.pallas_call(
         functools.partial(_kernel, plan=plan, num_pools=len(pools)),
@@ -198,15 +234,16 @@ def make_plan(q: jax.Array, kv: PagedKV, table_width: int, softcap: float | None
       q: ``[B, T, N, H]``. kv: of a stack. table_width: W. softcap: or None.
     """
     _, T, N, H = q.shape
-    Z, C = kv.k.shape[2:]
+    Z = kv.page_size
     K = kv.count_heads(H)
-    most = max(1, min(BLOCK, BLOCK_BYTES // (C * kv.k.dtype.itemsize)) // Z)
+    rows, lanes = kv.k.shape[2:]
+    most = max(1, min(BLOCK // Z, BLOCK_BYTES // (rows * lanes * kv.k.dtype.itemsize)))
     slab = None if kv.format.is_plain else scale_slab(kv.format, K, H, Z)
     options = (kv.format, q.dtype, Z, K, N // K, H)
-    plan = Plan(*options, 1, min(most, table_width), softcap, slab)
+    plan = Plan(*options, 1, min(most, table_width), softcap, slab, (rows, lanes))
     room = TILE_BYTES // (4 * plan.bundles * plan.planes * plan.together * plan.width)
     tile = min(T, max(1, min(TILE_ROWS, room) // (plan.together * plan.group)))
-    return Plan(*options, tile, min(most, table_width), softcap, slab)
+    return replace(plan, tile=tile)
 
 
 def _lay_queries(q: jax.Array, plan: Plan, tiles: int) -> jax.Array:
@@ -286,7 +323,8 @@ def _kernel(info, start, length, table, marks, q_ref, *refs: Any, plan: Plan, nu
         def each(j, carry):
             page = table[b * width + low + i * step + j]
             for n, (pool, buffer) in enumerate(zip(pools, buffers, strict=True)):
-                to = buffer.at[slot, pl.ds(j * Z, Z)] if n < 2 else buffer.at[slot, j]
+                is_flat = n < 2 and not plan.has_slabs
+                to = buffer.at[slot, pl.ds(j * Z, Z)] if is_flat else buffer.at[slot, j]
                 act(pltpu.make_async_copy(pool.at[layer, page], to, sem.at[slot]))
             return carry
 
@@ -334,9 +372,10 @@ def _kernel(info, start, length, table, marks, q_ref, *refs: Any, plan: Plan, nu
             begin(safe_b, next_low, next_high, 0, 1 - slot)
 
         move(b, low, high, i, slot, lambda copy: copy.wait())
-        token = (low + i * step) * Z + lax.broadcasted_iota(jnp.int32, (1, step * Z), 1)
+        page, place = plan.places((1, step * plan.page_slots), 1)
+        token = (low + i * step + page) * Z + place
         position = first + marks[:, :1]
-        x_mask = (token <= position) & ((token > position - window) | (window == 0))
+        x_mask = (token <= position) & ((token > position - window) | (window == 0)) & (place < Z)
         _attend(plan, q_ref, marks, x_mask, [buffer.at[slot] for buffer in buffers], m_ref, l_ref, acc_ref)
         return carry
 
@@ -399,8 +438,12 @@ def _product(x, y, axis: int):
 def _open(plan: Plan, stored, spread, bundle: int) -> list[Any]:
     """Returns a bundle's numbers in a block ``[S, C]``, a matrix for each plane, without scales that follow later."""
     lanes = plan.lanes(bundle)
-    bits = stored[:, lanes]
+    bits = stored[...].reshape(-1, plan.values[1]) if plan.has_slabs else stored[:, lanes]
     planes = [_read_codes(bits, plan.fmt, plane, plan.dtype) for plane in range(plan.planes)]
+    if plan.has_slabs:
+        firsts = [i * plan.token_lanes + lanes.start for i in range(plan.fold)]
+        size = lanes.stop - lanes.start
+        planes = [jnp.concatenate([x[:, first : first + size] for first in firsts]) for x in planes]
     if plan.fmt.is_plain or plan.is_scaled_after:
         return planes
     per_head = plan.head_dim // group_size(plan.fmt, plan.head_dim)
@@ -424,12 +467,11 @@ def _spread_scales(stored, plan: Plan):
     """Returns a block's scales in bfloat16, ``[S, lanes]``: each token's own lanes of its page's slab, 0 in others."""
     assert plan.slab is not None
     rows, lanes = plan.slab
-    Z, S = plan.page_size, plan.pages_a_block * plan.page_size
+    S = plan.pages_a_block * plan.page_slots
     groups = padded_groups(plan.fmt, plan.num_heads, plan.head_dim)
     tokens_a_row = lanes // groups
     slab = _read_scales(stored[...], plan.fmt).reshape(plan.pages_a_block * rows, lanes)
-    token = lax.broadcasted_iota(jnp.int32, (S, 1), 0)
-    page, place = lax.div(token, Z), lax.rem(token, Z)
+    page, place = plan.places((S, 1), 0)
     mine = page * rows + lax.div(place, tokens_a_row)
     pick = lax.broadcasted_iota(jnp.int32, (S, plan.pages_a_block * rows), 1) == mine
     spread = _product(pick.astype(jnp.bfloat16), slab, 0)
