@@ -3,6 +3,7 @@
 python3 scripts/run.py generate --prompt "The capital of France is"    any command of jaxinfer
 python3 scripts/run.py test                                            every check and test
 python3 scripts/run.py --venv .venv313 test tests/text -m "not slow"   pytest's arguments after `test`
+python3 scripts/run.py test tests/aot -n 1                             all steps for TPUs and GPUs, in 10 minutes
 
 The first run makes the environment; later ones start at once.
 """
@@ -13,6 +14,7 @@ import argparse
 import hashlib
 import json
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,6 +25,9 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 STAMP = "jaxinfer.json"
 TEST_EXTRAS = ("cpu", "hub", "plots", "ray", "serve", "test")
+# The compilers for TPUs and GPUs; there are none for other machines, where tests that need them are skipped.
+if sys.platform == "linux" and platform.machine() == "x86_64":
+    TEST_EXTRAS = ("aot", *TEST_EXTRAS)
 COMMAND_EXTRAS = {"serve": ("serve",), "bench": ("plots",)}  # beside `cpu`, which every run profits from
 TEST_MODELS = ("smollm2-135m", "gemma3-270m")
 
@@ -71,7 +76,10 @@ def run_tests(python: Path, pytest_args: Sequence[str]) -> NoReturn:
     # Two runs, as the fast suite's code is made quickly and that of real models well. The second is for a sound
     # first: so the last line that pytest prints is the verdict.
     code = 0
-    for title, which in (("the fast tests", "not slow"), ("the slow tests, on real models", "slow")):
+    for title, which in (
+        ("the fast tests", "not slow and not ahead"),
+        ("the slow tests, on real models", "slow"),
+    ):
         if not code:
             say(title)
             code = run([*pytest, "-m", which])

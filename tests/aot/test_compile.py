@@ -56,9 +56,20 @@ def compile_for(text: str, policy: str, workload: Workload, mesh: str = ""):
     return compile_step(CFG, Policy.parse(policy, base="bfloat16"), *open_mesh(text, mesh), workload)
 
 
+@pytest.mark.ahead
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("workload", [DECODE, PREFILL], ids=["decode", "prefill"])
-def test_a_step_takes_its_arguments_and_copies_none_of_them(target, workload):
+def test_a_step_takes_its_arguments_and_copies_none_of_them(target: str, workload: Workload):
+    check_step(target, workload)
+
+
+@pytest.mark.parametrize("target", ["tpu:v6e:2x4", "gpu:h100"])
+def test_decode_takes_its_arguments_and_copies_none_of_them(target: str):
+    """The two that CI compiles."""
+    check_step(target, DECODE)
+
+
+def check_step(target: str, workload: Workload) -> None:
     report = compile_for(target, "bfloat16", workload)
     assert report.fits
     assert report.weights == 2 * (TABLES + MATRICES) + NORMS
@@ -73,6 +84,7 @@ def test_a_step_takes_its_arguments_and_copies_none_of_them(target, workload):
         assert report.cost.num_bytes < 1.15 * (report.weights + report.cache)
 
 
+@pytest.mark.ahead
 @pytest.mark.parametrize("target", ["tpu:v5e", "tpu:v6e:2x4", "gpu:h100"])
 @pytest.mark.parametrize("policy", ["w8a16", "w8a8", "weights=fp8"])
 def test_codes_of_8_bits_meet_rows_as_they_lie(target, policy):
@@ -84,6 +96,7 @@ def test_codes_of_8_bits_meet_rows_as_they_lie(target, policy):
     assert report.temporary < 0.3 * report.weights
 
 
+@pytest.mark.ahead
 @pytest.mark.parametrize("policy", ["w8a16,kv8", "w8a8,kv=fp8", "w4a16,kv4"])
 def test_few_bits_are_few_bytes_of_arguments(policy):
     report = compile_for("gpu:h100", policy, DECODE)
@@ -95,14 +108,16 @@ def test_few_bits_are_few_bytes_of_arguments(policy):
     assert (report.weights + report.cache + report.rest) / plain < (0.54 if "8" in policy else 0.32)
 
 
+@pytest.mark.ahead
 def test_a_model_that_does_not_fit_is_reported():
-    report = compile_for("tpu:v5e", "bfloat16", Workload(rows=8192, context=1024))
+    report = compile_for("tpu:v5e", "bfloat16", Workload(rows=2048, context=1024))
     assert not report.fits
     assert "of 15.75GiB" in report.why
     assert row_of(report)[0].startswith("no")
     assert "does not fit" in tell("decode", report, Target.parse("tpu:v5e"))
 
 
+@pytest.mark.ahead
 def test_a_report_is_told_in_words_rows_and_json():
     report = compile_for("gpu:h100", "bfloat16", DECODE)
     assert "temporary" in tell(str(DECODE), report, Target.parse("gpu:h100"))
@@ -110,6 +125,7 @@ def test_a_report_is_told_in_words_rows_and_json():
     assert json.loads(json.dumps(describe_step(report)))["argument_bytes"]["cache"] == report.cache
 
 
+@pytest.mark.ahead
 @pytest.mark.parametrize(
     ("target", "mesh"),
     [
@@ -131,14 +147,16 @@ def test_a_meshs_devices_hold_their_shares_and_only_sums_cross(target: str, mesh
     assert sum(report.roles.values()) == report.weights
     assert report.cache == copies * 2 * PAGES // (8 if "data" in mesh else ways)
     assert [str(copy) for copy in report.copies] == []
-    # Attention is a fifth of this model's products, and how often its loop runs is an estimate.
-    assert report.cost.flops == pytest.approx(report.model_flops, rel=0.35 if copies > 1 else 0.2)
+    # Attention is a fifth of this model's products, and how often its loop runs is an estimate. Of a short prompt the
+    # TPU's kernel multiplies the masked half too.
+    assert report.cost.flops == pytest.approx(report.model_flops, rel=0.35 if copies > 1 else 0.25)
     assert not report.cost.host_calls
     # Two sums a layer, and one of embeddings.
     assert report.cost.collectives.keys() == {"all-reduce"}
     assert report.cost.collectives["all-reduce"] == 2 * 3 + 1
 
 
+@pytest.mark.ahead
 def test_the_command_line_compiles_over_a_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     open_mesh("gpu:h100:2")  # or skip
     small = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8}
@@ -156,6 +174,7 @@ def test_the_command_line_compiles_over_a_mesh(tmp_path: Path, capsys: pytest.Ca
     assert "takes 4 devices, there are 2" in capsys.readouterr().err
 
 
+@pytest.mark.ahead
 def test_a_bucket_tables_executables_are_counted_with_their_seconds():
     _, mesh = open_mesh("gpu:h100:2", "tensor=2")
     said: list[str] = []

@@ -105,7 +105,9 @@ def test_arguments_are_handed_on(
     assert commands == [["python", *ran]]
 
 
-@pytest.mark.parametrize(("code", "runs"), [(0, ["not slow", "slow"]), (1, ["not slow"])])
+@pytest.mark.parametrize(
+    ("code", "runs"), [(0, ["not slow and not ahead", "slow"]), (1, ["not slow and not ahead"])]
+)
 def test_all_tests_are_the_fast_ones_and_then_the_slow_ones(
     code: int, runs: list[str], commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ):

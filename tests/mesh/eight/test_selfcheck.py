@@ -16,11 +16,8 @@ PROMPTS: Prompts = make_prompts(TOYS["llama"].vocab_size, 8, 11)
 # Where activations or pages are rounded to codes, sums in another order bring some across a code's edge.
 BOUNDS = {
     "bfloat16": 0.05,
-    "w8a16": 1e-5,
-    "w8a8": 0.05,
     "w4a16": 1e-5,
     "weights=fp8": 1e-5,
-    "kv8": 0.02,
     "kv4": 0.1,
     "w8a8,kv8": 0.05,
 }
