@@ -127,9 +127,8 @@ def _page_shapes(
     """Returns the shapes of a page's values and scales in a layer, None where there are no scales."""
     heads = cfg.attention.num_kv_heads, cfg.attention.head_dim
     if backend() == "tpu":
-        return value_slab(fmt, *heads, page_size), None if fmt.is_plain else scale_slab(
-            fmt, *heads, page_size
-        )
+        slab = None if fmt.is_plain else scale_slab(fmt, *heads, page_size)
+        return value_slab(fmt, *heads, page_size), slab
     values, scales = token_widths(fmt, *heads)
     return (page_size, values), (page_size, scales) if scales else None
 
