@@ -26,7 +26,7 @@ gc.set_threshold(100_000, 50, 50)
 
 def pytest_configure(config: pytest.Config) -> None:
     """Makes code quickly where only the fast suite is asked for, in its workers and their children too."""
-    if "not slow" in config.getoption("markexpr"):
+    if "not slow" in str(config.getoption("markexpr")):
         os.environ.setdefault("XLA_FLAGS", QUICK)
 
 

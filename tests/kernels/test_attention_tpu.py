@@ -49,11 +49,11 @@ def lay_down(kv: PagedKV, case: Case) -> PagedKV:
     """Returns pages as they lie on a TPU."""
     heads, Z = case.heads[1:], case.page_size
     slab = value_slab(kv.format, *heads, Z)
-    kv = kv.replace(k=to_slab(kv.k, slab), v=to_slab(kv.v, slab), slab=Slab(Z, heads[0]))
+    kv = replace(kv, k=to_slab(kv.k, slab), v=to_slab(kv.v, slab), slab=Slab(Z, heads[0]))
     if kv.format.is_plain:
         return kv
     slab = scale_slab(kv.format, *heads, Z)
-    return kv.replace(k_scale=to_slab(kv.k_scale, slab), v_scale=to_slab(kv.v_scale, slab))
+    return replace(kv, k_scale=to_slab(kv.k_scale, slab), v_scale=to_slab(kv.v_scale, slab))
 
 
 def jitted(implementation: Callable[..., Any], case: Case, **options: Any) -> Any:
