@@ -177,7 +177,6 @@ def test_two_hosts_of_a_stage_each_give_the_tokens_of_one_and_read_their_own_lay
         end_in_order(run, 1)
 
 
-@pytest.mark.slow  # four processes compile for a minute
 def test_four_hosts_of_two_stages_give_the_tokens_of_one(toy: Path, wanted: Wanted, tmp_path: Path):
     """Prompts are scored and pooled too, and several steps run on end, whose draws lie on several hosts."""
     folders = [spoil_others(toy, tmp_path / str(index), stage) for index, stage in enumerate((0, 1, 0, 1))]

@@ -77,7 +77,6 @@ def test_kernel_equals_oracle_over_every_format(text: str):
     check([EVERYTHING], text)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("text", ["float32", "int4:g16"])
 def test_kernel_equals_oracle_over_every_case(text: str):
     check([case for case in CASES if text != "float32" or case not in FEW], text)

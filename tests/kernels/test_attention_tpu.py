@@ -96,7 +96,6 @@ def test_kernel_equals_oracle_over_every_format(text: str):
     check([NAMED[name] for name in SHORT], text)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("text", ["bfloat16", "int8", "int4:g16", "nvfp4"])
 def test_kernel_equals_oracle_over_every_case(text: str):
     """In a format of each way that pages are opened."""
