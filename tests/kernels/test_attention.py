@@ -4,6 +4,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -72,6 +73,15 @@ def operands(case: Case, arrays: dict[str, np.ndarray], fmt: Format) -> tuple:
     (k, k_scale), (v, v_scale) = (ENCODE(x.reshape(*x.shape[:-1], *case.heads[1:]), fmt) for x in stacked)
     kv = PagedKV(k, v, k_scale, v_scale, 1, fmt)
     return jnp.asarray(arrays["q"]), kv, *(jnp.asarray(arrays[x]) for x in ("pages", "start", "length"))
+
+
+def attend_all(implementation: Any, cases: Sequence[Case], given: Sequence[tuple]) -> list[np.ndarray]:
+    """Runs an implementation over some cases, in one program that is little optimised."""
+
+    def run(given: Sequence[tuple]) -> list[jax.Array]:
+        return [implementation(*args, **options_of(case)) for case, args in zip(cases, given, strict=True)]
+
+    return [np.asarray(out, np.float32) for out in jax.jit(run, compiler_options=FEW_PASSES)(given)]
 
 
 def options_of(case: Case) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from jaxinfer.kernels.attention.gpu import check_size, make_plan, paged_attentio
 from jaxinfer.kernels.attention.paged import PagedKV
 from jaxinfer.kernels.attention.reference import paged_attention_reference
 from jaxinfer.kernels.triton import why_no_gpu
-from tests.kernels.test_attention import CODED, FEW_PASSES, operands, options_of
+from tests.kernels.test_attention import CODED, FEW_PASSES, attend_all, operands
 
 NAMED = {case.name: case for case in CASES}
 # Compiling a case takes a second: these few go through everything, the others when there is time.
@@ -40,15 +40,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gpu, "PROGRAMS", 32)
 
 
-def attend(implementation: Any, cases: Sequence[Case], given: Sequence[tuple]) -> list[np.ndarray]:
-    """Runs an implementation over some cases, in one program that is little optimised."""
-
-    def run(given: Sequence[tuple]) -> list[jax.Array]:
-        return [implementation(*args, **options_of(case)) for case, args in zip(cases, given, strict=True)]
-
-    return [np.asarray(out, np.float32) for out in jax.jit(run, compiler_options=FEW_PASSES)(given)]
-
-
 interpreted = partial(paged_attention_gpu, interpret=True)
 
 
@@ -61,8 +52,8 @@ def check(cases: Sequence[Case], text: str, dtype: str = "float32", atol: float 
     ]
     given = [operands(case, arrays, fmt) for case, arrays in zip(cases, inputs, strict=True)]
     exact = [(q.astype(jnp.float32), *rest) for q, *rest in given]
-    wanted = attend(paged_attention_reference, cases, exact)
-    for case, got, want in zip(cases, attend(interpreted, cases, given), wanted, strict=True):
+    wanted = attend_all(paged_attention_reference, cases, exact)
+    for case, got, want in zip(cases, attend_all(interpreted, cases, given), wanted, strict=True):
         assert np.isfinite(got).all()
         for row, length in enumerate(case.length):
             np.testing.assert_allclose(got[row, :length], want[row, :length], atol=atol, err_msg=case.name)
@@ -114,7 +105,7 @@ def test_what_no_query_sees_is_not_read():
         rows = (jnp.asarray(arrays[x]) for x in ("pages", "start", "length"))
         return jnp.asarray(arrays["q"]), PagedKV(k, v, None, None, 1, Format("float32")), *rows
 
-    want, got = attend(interpreted, [case, case], [given(plain), given(strange)])
+    want, got = attend_all(interpreted, [case, case], [given(plain), given(strange)])
     np.testing.assert_array_equal(got, want)
 
 
@@ -123,7 +114,7 @@ def test_ids_beside_the_pool_are_hidden_where_queries_see():
     arrays = make_inputs(case)
     arrays["pages"][0, 1] = len(arrays["k"]) + 5
     given = [operands(case, arrays, Format("int8"))]
-    (want,), (got,) = (attend(each, [case], given) for each in (paged_attention_reference, interpreted))
+    (want,), (got,) = (attend_all(each, [case], given) for each in (paged_attention_reference, interpreted))
     np.testing.assert_allclose(got[0, :17], want[0, :17], atol=2e-5)
 
 
@@ -145,7 +136,7 @@ def test_scales_in_slabs_are_the_same_scales():
     slab = scale_slab(fmt, *case.heads[1:], case.page_size)
     k, v = (to_slab(each, slab) for each in (kv.k_scale, kv.v_scale))
     lain = PagedKV(kv.k, kv.v, k, v, kv.layer, fmt)
-    want, got = attend(interpreted, [case, case], [(q, kv, *rows), (q, lain, *rows)])
+    want, got = attend_all(interpreted, [case, case], [(q, kv, *rows), (q, lain, *rows)])
     np.testing.assert_array_equal(got, want)
 
 

@@ -23,7 +23,7 @@ from jaxinfer.kernels.attention.cases import CASES, Case, make_inputs
 from jaxinfer.kernels.attention.paged import PagedKV
 from jaxinfer.kernels.attention.reference import paged_attention_reference
 from jaxinfer.kernels.attention.tpu import interpret_attention_tpu, paged_attention_tpu
-from tests.kernels.test_attention import CODED, FEW_PASSES, operands, options_of
+from tests.kernels.test_attention import CODED, attend_all, operands, options_of
 
 NAMED = {case.name: case for case in CASES}
 SHORT = ["decode", "verify rows", "prefill window"]
@@ -80,13 +80,6 @@ def check(cases: Sequence[Case], text: str, dtype: str = "float32", atol: float 
             np.testing.assert_allclose(got[row, :length], want[row, :length], atol=atol, err_msg=case.name)
 
 
-def attend_all(implementation: Any, cases: Sequence[Case], given: Sequence[tuple]) -> list[np.ndarray]:
-    def run(given: Sequence[tuple]) -> list[jax.Array]:
-        return [implementation(*args, **options_of(case)) for case, args in zip(cases, given, strict=True)]
-
-    return [np.asarray(out, np.float32) for out in jax.jit(run, compiler_options=FEW_PASSES)(given)]
-
-
 def test_kernel_equals_oracle():
     check(CASES, "float32")
 
@@ -122,15 +115,19 @@ def test_tiles_of_a_chunk_read_only_what_they_see(monkeypatch: pytest.MonkeyPatc
     check([NAMED["prefill padding row"]], "int8")
 
 
-@pytest.mark.parametrize("text", ["float32", "int8"])
-def test_copies_are_awaited_and_buffers_not_overwritten(text: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("text", "heads"), [("float32", (4, 2, 128)), ("int8", (4, 2, 128)), ("int4:g64", (4, 1, 128))], ids=str
+)
+def test_copies_are_awaited_and_buffers_not_overwritten(
+    text: str, heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+):
     """Memory that nothing was copied to is NaN here, and a copy into what is being read is an error (in jax 0.12)."""
     monkeypatch.setattr(tpu, "BLOCK", 16)
-    case = Case("races", 1, (4, 2, 128), (40, 0, 3, 20), (1, 0, 1, 1), page_size=8)
+    case = Case("races", 1, heads, (40, 0, 3, 20), (1, 0, 1, 1), page_size=8)
     arrays = make_inputs(case, seed=2)
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-    got = attend(paged_attention_tpu, case, arrays, Format(text), interpret=params)
-    want = attend(paged_attention_reference, case, arrays, Format(text))
+    got = attend(paged_attention_tpu, case, arrays, Format.parse(text), interpret=params)
+    want = attend(paged_attention_reference, case, arrays, Format.parse(text))
     np.testing.assert_allclose(got[[0, 2, 3]], want[[0, 2, 3]], atol=2e-5)
 
 
