@@ -90,7 +90,7 @@ def test_fewer_bits_cost_what_is_stated(bed: Bed, policy: str):
 
 
 def test_calibrated_weights_stray_less(smollm2_gguf: Path, tmp_path: Path):
-    """In w4a16's int4:g64, for a text that they were not calibrated on: 0.79 times as far; with 4,096 tokens, which take
+    """In w4a16's int4:g64, for a text that they were not calibrated on: 0.79 times as far; with 4,096 tokens, in
     minutes, 0.66. int4:g32 takes as long, and gains more.
     """
     bed = MAKE_BED("smollm2", smollm2_gguf)
