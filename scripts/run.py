@@ -76,10 +76,8 @@ def run_tests(python: Path, pytest_args: Sequence[str]) -> NoReturn:
     # Two runs, as the fast suite's code is made quickly and that of real models well. The second is for a sound
     # first: so the last line that pytest prints is the verdict.
     code = 0
-    for title, which in (
-        ("the fast tests", "not slow and not ahead"),
-        ("the slow tests, on real models", "slow"),
-    ):
+    suites = {"the fast tests": "not slow and not ahead", "the slow tests, on real models": "slow"}
+    for title, which in suites.items():
         if not code:
             say(title)
             code = run([*pytest, "-m", which])

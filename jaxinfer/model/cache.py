@@ -45,7 +45,7 @@ class Pages:
       v: ``[l, P, Z, K*H]`` values. On a TPU both are ``[l, P, rows, lanes]`` where a token fills no whole vectors.
       k_scale, v_scale: ``[l, P, Z, K*groups]``, on a TPU ``[l, P, rows, lanes]``, None where the format is plain.
       format: of the numbers.
-      slab: what the shapes of ``k`` and ``v`` do not tell where they are such, else None.
+      slab: on a TPU what the shapes of ``k`` and ``v`` may not tell, else None.
     """
 
     k: Any
@@ -83,8 +83,7 @@ def cache_shapes(
     """
     fmt, dtypes = policy.kv, _stored_dtypes(policy.kv)
     parts = _page_shapes(cfg, fmt, page_size)
-    heads = cfg.attention.num_kv_heads, cfg.attention.head_dim
-    slab = Slab(page_size, heads[0]) if parts[0] != (page_size, token_widths(fmt, *heads)[0]) else None
+    slab = Slab(page_size, cfg.attention.num_kv_heads) if backend() == "tpu" else None
 
     def pages(size: int) -> Pages:
         values, scales = (

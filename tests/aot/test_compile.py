@@ -37,6 +37,8 @@ SHORT = Workload(
     rows=32, context=1024, prefill=128
 )  # fewer tokens than ids of a share: rows of a table are no copy
 
+IN_CI = (("tpu:v6e:2x4", DECODE), ("gpu:h100", DECODE))  # of whole steps, which take long
+
 
 def is_installed(name: str) -> bool:
     try:
@@ -56,20 +58,16 @@ def compile_for(text: str, policy: str, workload: Workload, mesh: str = ""):
     return compile_step(CFG, Policy.parse(policy, base="bfloat16"), *open_mesh(text, mesh), workload)
 
 
-@pytest.mark.ahead
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("workload", [DECODE, PREFILL], ids=["decode", "prefill"])
+@pytest.mark.parametrize(
+    ("target", "workload"),
+    [
+        pytest.param(target, workload, marks=() if (target, workload) in IN_CI else pytest.mark.ahead)
+        for target in TARGETS
+        for workload in (DECODE, PREFILL)
+    ],
+    ids=str,
+)
 def test_a_step_takes_its_arguments_and_copies_none_of_them(target: str, workload: Workload):
-    check_step(target, workload)
-
-
-@pytest.mark.parametrize("target", ["tpu:v6e:2x4", "gpu:h100"])
-def test_decode_takes_its_arguments_and_copies_none_of_them(target: str):
-    """The two that CI compiles."""
-    check_step(target, DECODE)
-
-
-def check_step(target: str, workload: Workload) -> None:
     report = compile_for(target, "bfloat16", workload)
     assert report.fits
     assert report.weights == 2 * (TABLES + MATRICES) + NORMS
@@ -149,7 +147,8 @@ def test_a_meshs_devices_hold_their_shares_and_only_sums_cross(target: str, mesh
     assert [str(copy) for copy in report.copies] == []
     # Attention is a fifth of this model's products, and how often its loop runs is an estimate. Of a short prompt the
     # TPU's kernel multiplies the masked half too.
-    assert report.cost.flops == pytest.approx(report.model_flops, rel=0.35 if copies > 1 else 0.25)
+    masked = 0.05 if workload is SHORT and target.startswith("tpu") else 0
+    assert report.cost.flops == pytest.approx(report.model_flops, rel=0.35 if copies > 1 else 0.2 + masked)
     assert not report.cost.host_calls
     # Two sums a layer, and one of embeddings.
     assert report.cost.collectives.keys() == {"all-reduce"}

@@ -74,8 +74,8 @@ def test_decode_reads_pages_where_they_lie(target: str, text: str):
 @pytest.mark.parametrize("text", [pytest.param("bfloat16", marks=pytest.mark.ahead), "int8"])
 def test_prefill_reads_pages_where_they_lie(target: str, text: str):
     _, temporary = compile_attention(target, text, (1, 2048), LLAMA_8B, 2048)
-    # Queries, and on a v5p, whose kernel has them in memory, results: not pages.
-    assert temporary <= 2.01 * 2048 * 32 * 128 * 2
+    # Of queries, not of pages; a v5p has them twice.
+    assert temporary <= (2.01 if "v5p" in target else 1) * 2048 * 32 * 128 * 2
 
 
 @pytest.mark.parametrize("heads", [(9, 3, 64), (32, 32, 96), (4, 1, 256), (4, 1, 128)], ids=str)

@@ -4,7 +4,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from jaxinfer.kernels.attention.api import (
 )
 from jaxinfer.kernels.attention.cases import CASES, Case, make_inputs
 from jaxinfer.kernels.attention.paged import PagedKV
+from jaxinfer.kernels.attention.reference import paged_attention_reference
 from jaxinfer.kernels.native.machine import MACHINES, Machine, register, this_machine
 from jaxinfer.model.cache import Pages, token_slots, write_pages
 
@@ -49,13 +50,8 @@ OPENED = [
     "int4:g16",
     "nvfp4",
 ]  # of each way that XLA opens codes one; native code is another for each
-SOME = {
-    "decode",
-    "decode one kv head",
-    "decode many heads",
-    "prefill chunk",
-    "prefill window",
-}  # each form of blocked
+# Of each form that XLA's attention in blocks takes.
+FORMS = {"decode", "decode one kv head", "decode many heads", "prefill chunk", "prefill window"}
 ENCODE, DECODE = jax.jit(encode, static_argnums=1), jax.jit(decode, static_argnums=(2, 3, 4))
 # All cases of a format in one program, little optimised: that takes a tenth of the time of compiling each for itself.
 FEW_PASSES = {"xla_backend_optimization_level": 0}
@@ -73,6 +69,30 @@ def operands(case: Case, arrays: dict[str, np.ndarray], fmt: Format) -> tuple:
     (k, k_scale), (v, v_scale) = (ENCODE(x.reshape(*x.shape[:-1], *case.heads[1:]), fmt) for x in stacked)
     kv = PagedKV(k, v, k_scale, v_scale, 1, fmt)
     return jnp.asarray(arrays["q"]), kv, *(jnp.asarray(arrays[x]) for x in ("pages", "start", "length"))
+
+
+def hold_to_oracle(
+    implementation: Any,
+    cases: Sequence[Case],
+    text: str,
+    dtype: str = "float32",
+    atol: float = 2e-5,
+    lay_down: Callable[[PagedKV, Case], PagedKV] = lambda kv, case: kv,
+) -> None:
+    """Holds an implementation to the oracle over layer 1 of 2, in pages of a format that ``lay_down`` lays down."""
+    fmt = Format.parse(text)
+    inputs = [
+        {k: a.astype(dtype) if k in "qkv" else a for k, a in make_inputs(case, seed=1).items()}
+        for case in cases
+    ]
+    given = [operands(case, arrays, fmt) for case, arrays in zip(cases, inputs, strict=True)]
+    lain = [(q, lay_down(kv, case), *rows) for case, (q, kv, *rows) in zip(cases, given, strict=True)]
+    exact = [(q.astype(jnp.float32), *rest) for q, *rest in given]
+    outs = attend_all(implementation, cases, lain), attend_all(paged_attention_reference, cases, exact)
+    for case, got, want in zip(cases, *outs, strict=True):
+        assert np.isfinite(got).all()
+        for row, length in enumerate(case.length):
+            np.testing.assert_allclose(got[row, :length], want[row, :length], atol=atol, err_msg=case.name)
 
 
 def attend_all(implementation: Any, cases: Sequence[Case], given: Sequence[tuple]) -> list[np.ndarray]:
@@ -166,7 +186,7 @@ def test_coded_pages_give_attention_over_their_numbers(name: str, text: str, dty
     few = {
         "reference": lambda case: case.T == 1,
         "native": lambda case: is_few_kernels(case, fmt, dtype),
-        "blocked": lambda case: text in OPENED or case.name in SOME,
+        "blocked": lambda case: text in OPENED or case.name in FORMS,
     }
     cases = [case for case in CASES if few.get(name, bool)(case)]
     wanted, given = [], []

@@ -1,6 +1,5 @@
 """The GPU's kernel, interpreted, equals the oracle; no GPU takes part."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ from jaxinfer.kernels.attention.gpu import check_size, make_plan, paged_attentio
 from jaxinfer.kernels.attention.paged import PagedKV
 from jaxinfer.kernels.attention.reference import paged_attention_reference
 from jaxinfer.kernels.triton import why_no_gpu
-from tests.kernels.test_attention import CODED, FEW_PASSES, attend_all, operands
+from tests.kernels.test_attention import CODED, FEW_PASSES, attend_all, hold_to_oracle, operands
 
 NAMED = {case.name: case for case in CASES}
 # Compiling a case takes a second: these few go through everything, the others when there is time.
@@ -41,22 +40,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch):
 
 
 interpreted = partial(paged_attention_gpu, interpret=True)
-
-
-def check(cases: Sequence[Case], text: str, dtype: str = "float32", atol: float = 2e-5) -> None:
-    """Holds the kernel to the oracle over layer 1 of 2, in pages of a format."""
-    fmt = Format.parse(text)
-    inputs = [
-        {k: a.astype(dtype) if k in "qkv" else a for k, a in make_inputs(case, seed=1).items()}
-        for case in cases
-    ]
-    given = [operands(case, arrays, fmt) for case, arrays in zip(cases, inputs, strict=True)]
-    exact = [(q.astype(jnp.float32), *rest) for q, *rest in given]
-    wanted = attend_all(paged_attention_reference, cases, exact)
-    for case, got, want in zip(cases, attend_all(interpreted, cases, given), wanted, strict=True):
-        assert np.isfinite(got).all()
-        for row, length in enumerate(case.length):
-            np.testing.assert_allclose(got[row, :length], want[row, :length], atol=atol, err_msg=case.name)
+check = partial(hold_to_oracle, interpreted)
 
 
 def test_kernel_equals_oracle():

@@ -110,7 +110,7 @@ def _attend(
     B, T, N, H = q.shape
     num_layers, P = kv.k.shape[:2]
     Z, K = kv.page_size, kv.count_heads(H)
-    widths = token_widths(kv.format, K, H)
+    width, num_scales = token_widths(kv.format, K, H)
     q = q * jnp.asarray(scale, q.dtype)
     form = _choose_form(q, kv, K)
     step = min(pages.shape[1], max(1, (BLOCK if T > 1 else _decode_block(B * K * H * q.dtype.itemsize)) // Z))
@@ -127,12 +127,10 @@ def _attend(
         return flat.at[index].get(mode="promise_in_bounds")
 
     def read(ids: jax.Array, values: jax.Array, scales: jax.Array | None) -> Stored:
-        stored, scale = (
-            None if pool is None else from_slab(gather(pool, ids), Z, width).reshape(B, S, -1)
-            for pool, width in zip((values, scales), widths, strict=True)
-        )
-        assert stored is not None
-        return stored, scale
+        stored = from_slab(gather(values, ids), Z, width).reshape(B, S, -1)
+        if scales is None:
+            return stored, None
+        return stored, from_slab(gather(scales, ids), Z, num_scales).reshape(B, S, -1)
 
     def block(i: jax.Array | int) -> tuple[jax.Array, Stored]:
         """Returns a block's masked scores and its values."""
