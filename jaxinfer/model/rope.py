@@ -64,13 +64,10 @@ def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
       As ``x``, in its dtype; the products are float32.
     """
     half = cos.shape[-1]
-    cos, sin = cos[..., None, None, :], sin[..., None, None, :]  # one angle for all heads and both halves
-    # Both halves in one expression, (a, b) cos + (-b, a) sin: two halves joined are three loops for XLA, this is one.
-    pairs = x[..., : 2 * half].astype(jnp.float32).reshape(*x.shape[:-1], 2, half)
-    signs = jnp.array([[-1.0], [1.0]], jnp.float32)
-    turned = (
-        (pairs * cos + pairs[..., ::-1, :] * (sin * signs)).astype(x.dtype).reshape(*x.shape[:-1], 2 * half)
-    )
+    # (a, b) cos + (-b, a) sin over whole heads: halves apart are several loops for XLA, and other tiles on a TPU.
+    cos, sin = (jnp.concatenate(halves, -1)[..., None, :] for halves in ((cos, cos), (-sin, sin)))
+    y = x[..., : 2 * half].astype(jnp.float32)
+    turned = (y * cos + jnp.roll(y, half, -1) * sin).astype(x.dtype)
     return jnp.concatenate([turned, x[..., 2 * half :]], -1) if 2 * half < x.shape[-1] else turned
 
 
