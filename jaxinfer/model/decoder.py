@@ -159,8 +159,33 @@ def stack_layers(params: dict[str, Any], sizes: Sequence[int]) -> dict[str, Any]
             stack = stack_group(jax.tree.map(np.asarray, group), np)
             stacks.append(jax.device_put(stack, jax.tree.leaves(group)[0].sharding))
         else:
-            stacks.append(stack_group(group))
+            group = take_apart(group)
+            stacks.append(stack_by_part(group, stack_group))
     return {**params, "stacks": tuple(stacks)}
+
+
+def take_apart(layers: Sequence[dict[str, Any]]) -> list[dict[str, dict[str, Any]]]:
+    """Returns layers for `stack_by_part` to consume, in dicts of their own."""
+    return [{section: dict(parts) for section, parts in layer.items()} for layer in layers]
+
+
+def stack_by_part(
+    layers: list[dict[str, dict[str, Any]]], stack: Callable[[list[dict[str, Any]]], dict[str, Any]]
+) -> dict[str, Any]:
+    """Returns layers as one stack, made part by part: as each is released, memory never holds all weights twice.
+
+    Args:
+      layers: of one structure; their parts are taken out. stack: what makes a stack of layers with some parts only.
+    """
+    stacked: dict[str, Any] = {}
+    for section in list(layers[0]):
+        names = list(layers[0][section])
+        stacked[section] = {}
+        # Matrices of feed-forward blocks are most of a model; attention's are joined, and norms are small.
+        for some in [[name] for name in names] if section in ("mlp", "moe") else [names]:
+            group = [{section: {name: layer[section].pop(name) for name in some}} for layer in layers]
+            stacked[section] |= stack(group)[section] if some else {}
+    return stacked
 
 
 def _is_on_host(leaf: Any) -> bool:
@@ -219,10 +244,12 @@ def stack_group(group: Sequence[dict[str, Any]], xp: Any = jnp) -> dict[str, Any
 
 
 def _arrange(layer: dict[str, Any], xp: Any) -> dict[str, Any]:
-    """Returns a layer with its q, k and v as ``qkv [N+2K, H, D]`` where they have one format, and o as ``[D, N*H]``.
+    """Returns a layer, or parts of one, with q, k and v as ``qkv [N+2K, H, D]`` where they have one format.
 
-    The heads of ``o`` apart are other tiles, and a TPU v5p copied it at every layer to multiply it.
+    Its o is ``[D, N*H]``: heads apart are other tiles, and a TPU v5p copied it at every layer to multiply it.
     """
+    if "attn" not in layer:
+        return layer
     attn = {name: leaf for name, leaf in layer["attn"].items() if name not in ("q", "k", "v")}
     parts = [layer["attn"][name] for name in ("q", "k", "v")]
     if len({jax.tree.structure(part) for part in parts}) == 1:

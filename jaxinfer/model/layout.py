@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -29,7 +29,15 @@ from jaxinfer.arrays.sharding import AXES, describe_mesh, num_shards, partition,
 from jaxinfer.arrays.specs import ParamSpec, flatten_specs, path_name
 from jaxinfer.config import LayerKind, ModelConfig
 from jaxinfer.model.cache import KVCache, cache_shapes
-from jaxinfer.model.decoder import layer_specs, layer_structures, param_specs, stack_group, stacked_shapes
+from jaxinfer.model.decoder import (
+    layer_specs,
+    layer_structures,
+    param_specs,
+    stack_by_part,
+    stack_group,
+    stacked_shapes,
+    take_apart,
+)
 from jaxinfer.model.stages import Deal, deal_layers, stand_ins
 
 VOCAB_UNIT = 32  # ids of a share: whole words of the bits that say which ids a request allows
@@ -267,15 +275,22 @@ def stack_over_mesh(params: dict[str, Any], sizes: Sequence[int], layout: Layout
         columns = list(zip(*layout.deal, strict=True))[done : done + size]
         like = [layers[next(layer for layer in column if layer >= 0)] for column in columns]
         parts = []
-        for number in layout.own_stages:
-            group = [
-                layers[column[number]] if column[number] >= 0 else _nothing_like(other, layout, number)
-                for column, other in zip(columns, like, strict=True)
-            ]
-            parts.append(_stack_shares(layout, number, group))
-        stacks.append(_join_stages(layout, parts))
+        groups = [
+            take_apart(
+                [
+                    layers[column[number]] if column[number] >= 0 else _nothing_like(other, layout, number)
+                    for column, other in zip(columns, like, strict=True)
+                ]
+            )
+            for number in layout.own_stages
+        ]
+        del like
         for layer in (layer for column in columns for layer in column if layer >= 0):
             del layers[layer]
+        for number, group in zip(layout.own_stages, groups, strict=True):
+            stack = partial(_stack_shares, layout, number)
+            parts.append(stack_by_part(group, stack) if size > 1 else stack(group))
+        stacks.append(_join_stages(layout, parts))
         done += size
     return {**params, "stacks": tuple(stacks)}
 
