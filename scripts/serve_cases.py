@@ -187,8 +187,7 @@ def ferry(args: argparse.Namespace) -> Outcome:
 
     Counted are the seconds in which requests wait: the last rows of a load run nearly alone under every policy. The
     classic batch is computed with all its rows to the end, as one that knows nothing of rows; the target is over it.
-    Beside it our `ferry`, whose ended rows leave the shapes that are computed: over that, what a step costs of one row
-    more bounds the ratio (here near 1.4).
+    Beside it our `ferry`, whose ended rows leave the shapes that are computed.
     """
     # 96 requests are six full batches.
     load = {"requests": args.scale(96), "arrivals": "all", "input_len": "8:256", "output_len": "8:256"}

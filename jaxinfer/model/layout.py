@@ -274,7 +274,6 @@ def stack_over_mesh(params: dict[str, Any], sizes: Sequence[int], layout: Layout
     for size in sizes:
         columns = list(zip(*layout.deal, strict=True))[done : done + size]
         like = [layers[next(layer for layer in column if layer >= 0)] for column in columns]
-        parts = []
         groups = [
             take_apart(
                 [
@@ -287,8 +286,10 @@ def stack_over_mesh(params: dict[str, Any], sizes: Sequence[int], layout: Layout
         del like
         for layer in (layer for column in columns for layer in column if layer >= 0):
             del layers[layer]
+        parts = []
         for number, group in zip(layout.own_stages, groups, strict=True):
             stack = partial(_stack_shares, layout, number)
+            # A layer alone is soon made, by one program instead of several.
             parts.append(stack_by_part(group, stack) if size > 1 else stack(group))
         stacks.append(_join_stages(layout, parts))
         done += size

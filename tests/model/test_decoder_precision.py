@@ -16,15 +16,14 @@ from jaxinfer.arrays.quantized import is_quantized
 from jaxinfer.arrays.rounding import quantize
 from jaxinfer.arrays.specs import is_spec, path_name, random_params
 from jaxinfer.config import AttentionConfig, LayerKind, MlpConfig, ModelConfig, RopeConfig
+from jaxinfer.model import decoder
 from jaxinfer.model.decoder import (
     Static,
     param_specs,
-    stack_by_part,
     stack_group,
     stack_layers,
     stack_sizes,
     stacked_shapes,
-    take_apart,
 )
 from jaxinfer.steps.steps import full_logits
 
@@ -129,16 +128,18 @@ def test_exceptions_part_stacks_and_keep_unlike_parts_apart():
 @pytest.mark.parametrize(
     "cfg", [TOY, replace(EXPERTS, layers=EXPERTS.layers[:1] * 2)], ids=["dense", "experts"]
 )
-def test_what_is_stacked_is_released_before_the_next_is(cfg: ModelConfig):
+def test_what_is_stacked_is_released_before_the_next_is(cfg: ModelConfig, monkeypatch: pytest.MonkeyPatch):
     params = draw(cfg)
     whole = stack_group(params["layers"])
-    layers, seen = take_apart(params.pop("layers")), []
+    seen = []
 
     def stack(group: list[dict[str, Any]]) -> dict[str, Any]:
         assert [ref() for ref in seen if ref() is not None] == []
         seen.extend(map(weakref.ref, jax.tree.leaves(group)))
         return stack_group(group)
 
-    got = stack_by_part(layers, stack)
+    monkeypatch.setattr(decoder, "stack_group", stack)
+    monkeypatch.setattr(decoder, "_is_on_host", lambda leaf: False)
+    (got,) = stack_layers(params, [2])["stacks"]
     assert len(seen) == len(jax.tree.leaves(param_specs(cfg)["layers"], is_leaf=is_spec))
     jax.tree.map(np.testing.assert_array_equal, got, whole)
